@@ -1,0 +1,175 @@
+"""The Qwen3 decoder as pure-functional Flax modules: one forward serves training, drafting, verifying and prefill.
+
+Token order, position IDs and visibility are arguments; nothing about ReFusion is built in. Parameter names follow
+Hugging Face's, with all layers stacked along a leading axis under `layers`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.config import ModelConfig
+from refusion_jax.modeling.attention import KVCache, Visibility, attend, dense_mask
+from refusion_jax.modeling.rope import rotary_angles, rotate
+from refusion_jax.sharding import constrain
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    epsilon: float
+    axis_name: str | None
+    param_dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        init = nn.with_logical_partitioning(nn.initializers.ones_init(), (self.axis_name,))
+        scale = self.param("scale", init, (inputs.shape[-1],), self.param_dtype)
+        x = inputs.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * scale.astype(jnp.float32)).astype(inputs.dtype)
+
+
+def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> nn.Dense:
+    init = nn.with_logical_partitioning(nn.initializers.normal(config.initializer_range), axes)
+    dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+    return nn.Dense(features, use_bias=False, kernel_init=init, name=name, **dtypes)
+
+
+def _norm(config: ModelConfig, axis_name: str | None, name: str) -> RMSNorm:
+    return RMSNorm(config.rms_norm_eps, axis_name, jnp.dtype(config.param_dtype), name=name)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm on every query and key head before RoPE (half-rotation form)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, mask: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        c = self.config
+        batch, length = mask.shape[:2]
+
+        def heads(name: str, count: int, axis: str) -> jax.Array:
+            projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
+            return projected.reshape(batch, length, count, c.head_dim)
+
+        query = heads("q_proj", c.num_attention_heads, "heads")
+        key = heads("k_proj", c.num_key_value_heads, "kv_heads")
+        value = heads("v_proj", c.num_key_value_heads, "kv_heads")
+        query = rotate(_norm(c, None, "q_norm")(query), *rope)
+        key = rotate(_norm(c, None, "k_norm")(key), *rope)
+        key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        blocks = [(key, value)] if cached is None else [cached, (key, value)]
+        mixed = attend(query, [k for k, _ in blocks], [v for _, v in blocks], mask)
+        mixed = mixed.reshape(batch * length, -1)
+        return _dense(c, c.hidden_size, ("heads", "embed"), "o_proj")(mixed), (key, value)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward network."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        c = self.config
+        gate = _dense(c, c.intermediate_size, ("embed", "mlp"), "gate_proj")(hidden)
+        up = _dense(c, c.intermediate_size, ("embed", "mlp"), "up_proj")(hidden)
+        return _dense(c, c.hidden_size, ("mlp", "embed"), "down_proj")(nn.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer on flattened tokens (batch * length, hidden_size)."""
+
+    config: ModelConfig
+    return_kv: bool
+
+    @nn.compact
+    def __call__(
+        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, mask: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        c = self.config
+        normed = _norm(c, "embed", "input_layernorm")(hidden)
+        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, mask)
+        hidden = constrain(hidden + mixed, "batch", "activation_embed")
+        normed = _norm(c, "embed", "post_attention_layernorm")(hidden)
+        hidden = constrain(hidden + MLP(c, name="mlp")(normed), "batch", "activation_embed")
+        return hidden, kv if self.return_kv else None
+
+
+class Transformer(nn.Module):
+    """Qwen3: embedding, scanned layers, final norm, tied or untied output embedding.
+
+    The KV buffer is read-only: each layer attends to (buffer, query) and returns the query's keys and values, which the
+    caller commits in one update after the scan.
+    """
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.with_logical_partitioning(nn.initializers.normal(c.initializer_range), ("vocab", "embed"))
+        dtypes = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.dtype(c.param_dtype)}
+        self.embed_tokens = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=init, **dtypes)
+        self.norm = _norm(c, "embed", "norm")
+        if not c.tie_word_embeddings:
+            self.lm_head = _dense(c, c.vocab_size, ("embed", "vocab"), "lm_head")
+
+    @nn.compact
+    def encode(
+        self,
+        tokens: jax.Array,
+        position_ids: jax.Array,
+        visibility: Visibility,
+        cache: KVCache | None = None,
+        return_kv: bool = False,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Final hidden states, before the output embedding.
+
+        Args:
+          tokens, position_ids: (batch, length) int.
+          visibility: who sees whom among these tokens.
+          cache: the KV buffer every token also sees, up to each row's committed length.
+          return_kv: also return the keys and values of these tokens.
+
+        Returns:
+          hidden: (batch * length, hidden_size), normed, in the activation dtype.
+          kv: None, or keys and values (layers, batch, kv_heads, length, head_dim).
+        """
+        c = self.config
+        hidden = self.embed_tokens(tokens.reshape(-1))
+        hidden = constrain(hidden, "batch", "activation_embed")
+        rope = rotary_angles(position_ids, c.head_dim, c.rope_theta)
+        mask = dense_mask(visibility, cache)
+        block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=c.num_hidden_layers,
+            unroll=c.scan_unroll,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(c, return_kv, name="layers")
+        cached = None if cache is None else (cache.keys, cache.values)
+        hidden, kv = layers(hidden, cached, rope, mask)
+        return self.norm(hidden), kv
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits (..., vocab_size) in float32 of hidden states (..., hidden_size)."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.attend(hidden).astype(jnp.float32)
+        return self.lm_head(hidden).astype(jnp.float32)
+
+    def __call__(
+        self, tokens: jax.Array, position_ids: jax.Array, visibility: Visibility | None = None
+    ) -> jax.Array:
+        """Logits (batch, length, vocab_size) float32; causal in buffer order unless `visibility` says otherwise."""
+        visibility = Visibility.causal(*tokens.shape) if visibility is None else visibility
+        hidden, _ = self.encode(tokens, position_ids, visibility)
+        return self.unembed(hidden).reshape(*tokens.shape, -1)
