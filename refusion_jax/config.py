@@ -110,10 +110,11 @@ class ModelConfig:
 class DataConfig:
     """Where examples come from and how they become rows of tokens.
 
-    `source` "synthetic" generates `synthetic_examples` little text tasks; "json" reads `train_files` (JSON lists or JSON
-    lines with `prompt_field` and `response_field`). Held-out examples come from `eval_files`, or else the last
+    `source` "synthetic" generates `synthetic_examples` little text tasks; "json" reads `train_files` (JSON lists or
+    JSON lines with `prompt_field` and `response_field`). Held-out examples come from `eval_files`, or else the last
     `eval_examples` of the training files. A prompt plus response longer than `max_length` is dropped and counted.
-    `max_length` is also the length of a packed row. `tokenizer` is a sentencepiece model file; "" trains one on the corpus.
+    `max_length` is also the length of a packed row. `tokenizer` is a sentencepiece model file; "" trains one on the
+    corpus.
     """
 
     source: str = "synthetic"
@@ -226,7 +227,9 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; one may be -1, "the rest". Batches are split over both axes, parameters over `fsdp`."""
+    """Devices along each mesh axis; one may be -1, "the rest". Batches are split over both axes, parameters over
+    `fsdp`.
+    """
 
     data: int = 1
     fsdp: int = -1
@@ -242,8 +245,8 @@ class MeshConfig:
 class DecodeConfig:
     """How one response is decoded (paper section 3, and our self-correcting loop).
 
-    `gen_length` is rounded up to whole slots of `slot_size` tokens and cut into `serial_num_blocks` equal blocks of whole
-    slots, decoded one after another. A slot is drafted when the probability of its first token exceeds
+    `gen_length` is rounded up to whole slots of `slot_size` tokens and cut into `serial_num_blocks` equal blocks of
+    whole slots, decoded one after another. A slot is drafted when the probability of its first token exceeds
     `slot_threshold`; a drafted token stands when its next-token probability exceeds `token_threshold`. `redraft`
     (self_correcting only) sends rejected slots back for a fresh draft. `temperature` 0 is greedy. `suppress_special`
     never proposes the mask and pad tokens.
@@ -291,7 +294,9 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One experiment: what `configs/NAME.py` returns, the command line edits, and a run directory's `config.json` holds."""
+    """One experiment: what `configs/NAME.py` returns, the command line edits, and a run directory's `config.json`
+    holds.
+    """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

@@ -45,7 +45,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{path} describes model_type {values.get('model_type')!r}; only 'qwen3' can be loaded.")
     for field, plain in (("rope_scaling", None), ("attention_bias", False), ("use_sliding_window", False)):
         if values.get(field, plain) not in (plain, None):
-            raise CheckpointError(f"{path} sets {field} to {values[field]!r}, which is not supported; only {plain!r} is.")
+            raise CheckpointError(
+                f"{path} sets {field} to {values[field]!r}, which is not supported; only {plain!r} is."
+            )
     try:
         return _model_config(values)
     except KeyError as error:
@@ -95,9 +97,7 @@ def read_params(directory: Path, config: ModelConfig) -> dict[str, Any]:
             continue
         _put(params, path, _read(tensors, name, path, config, problems))
     for name, path in LAYER_PARAM_PATHS.items():
-        layers = [
-            _read(tensors, f"layers.{i}.{name}", path, config, problems) for i in range(config.num_hidden_layers)
-        ]
+        layers = [_read(tensors, f"layers.{i}.{name}", path, config, problems) for i in range(config.num_hidden_layers)]
         _put(params, ("layers", *path), layers)
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")

@@ -21,9 +21,9 @@ class HybridLoss:
 def hybrid_loss(logits: jax.Array, view: TrainingView, num_examples: jax.Array, config: SlotsConfig) -> HybridLoss:
     """Next-token loss on clean slots plus denoising loss on masked slots.
 
-    AR is the mean of the cross-entropy over all clean positions that have a target, over the whole batch. MDM is the sum
-    over masked positions of cross-entropy / p / response_length, divided by the number of examples. A batch without a
-    clean target (or without a masked slot) has 0 for that term.
+    AR is the mean of the cross-entropy over all clean positions that have a target, over the whole batch. MDM is the
+    sum over masked positions of cross-entropy / p / response_length, divided by the number of examples. A batch
+    without a clean target (or without a masked slot) has 0 for that term.
 
     Args:
       logits: (rows, length, vocab) or (rows * length, vocab); used in float32.

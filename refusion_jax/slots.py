@@ -1,9 +1,9 @@
 """The idea of ReFusion's training as pure functions: partition, mask, reorder, position IDs, targets (paper section 3).
 
-A response is cut into slots of `k` consecutive tokens. Each slot is either clean or masked. In the buffer the prompt comes
-first, then the clean slots in random order, then the masked slots in original order; every token keeps its original
-position ID. Clean tokens predict the next token of their slot, masked tokens predict themselves. Decoding meets exactly
-this layout: finished slots moved ahead of the ones still masked.
+A response is cut into slots of `k` consecutive tokens. Each slot is either clean or masked. In the buffer the prompt
+comes first, then the clean slots in random order, then the masked slots in original order; every token keeps its
+original position ID. Clean tokens predict the next token of their slot, masked tokens predict themselves. Decoding
+meets exactly this layout: finished slots moved ahead of the ones still masked.
 
 Rows may pack several examples; each is a segment, reordered on its own. Everything is per token, so one stable sort by
 (segment, prompt / clean / masked, slot rank, slot, offset) reorders any batch.
@@ -61,8 +61,8 @@ class Draws:
 class TrainingView:
     """What the model is trained on, in buffer order; all (rows, length).
 
-    tokens: int32, masked slots replaced by the mask token. position_ids: int32, original. targets: int32, NO_TARGET where
-    there is none. is_masked: bool. mdm_weights: float32, `1 / p / response_length` at masked positions, else 0.
+    tokens: int32, masked slots replaced by the mask token. position_ids: int32, original. targets: int32, NO_TARGET
+    where there is none. is_masked: bool. mdm_weights: float32, `1 / p / response_length` at masked positions, else 0.
     visibility: causal in buffer order within each segment.
     """
 
@@ -112,7 +112,9 @@ def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
     def slot_uniforms(keys: jax.Array) -> jax.Array:
         segment = jnp.maximum(batch.segment_ids - 1, 0)
         per_token = jnp.take_along_axis(keys, segment[..., None], axis=1)
-        fold = jax.vmap(jax.vmap(lambda key, j: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), j))))
+        fold = jax.vmap(
+            jax.vmap(lambda key, j: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), j)))
+        )
         return fold(per_token, slot)
 
     return Draws(sizes, p, slot_uniforms(mask_keys), slot_uniforms(order_keys))

@@ -25,12 +25,12 @@ MIN_WIDTH = 16
 class Generation:
     """One list entry per prompt, in input order.
 
-    tokens: response token IDs up to and including the first EOS. text: the decoded response, or None without a tokenizer.
-    committed: every committed response token in position order; after an EOS that an earlier slot brought late there can be
-      more. order: for each committed token the row's forward that committed it, counted from 0.
+    tokens: response token IDs up to and including the first EOS. text: the decoded response, or None without a
+    tokenizer. committed: every committed response token in position order; after an EOS that an earlier slot brought
+      late there can be more. order: for each committed token the row's forward that committed it, counted from 0.
     forwards: forwards the row took part in; the first draft counts, the prefill does not.
-    finish_reason: "eos" or "length". tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over acceptances),
-      committed tokens per forward otherwise.
+    finish_reason: "eos" or "length". tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over
+      acceptances), committed tokens per forward otherwise.
     """
 
     tokens: list[list[int]]
@@ -99,7 +99,9 @@ def decode_prompts(
     root = jax.random.key(seed)
     for start in range(0, len(prompts), batch_size):
         rows = slice(start, start + batch_size)
-        keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(np.arange(start, start + batch_size))
+        keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(
+            np.arange(start, start + batch_size)
+        )
         state = _decode_batch(module, params, prompts[rows], configs[rows], np.asarray(keys))
         _collect(result, jax.device_get(state.replace(cache=None)), configs[rows], module.config)
         if on_batch is not None:
@@ -108,7 +110,11 @@ def decode_prompts(
 
 
 def _decode_batch(
-    module: Transformer, params: Any, prompts: Sequence[Sequence[int]], configs: Sequence[DecodeConfig], keys: np.ndarray
+    module: Transformer,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    configs: Sequence[DecodeConfig],
+    keys: np.ndarray,
 ) -> DecodeState:
     batch = bucket(len(prompts), 1)
     capacity = bucket(max(config.rounded_length for config in configs), MIN_RESPONSE_BUCKET)

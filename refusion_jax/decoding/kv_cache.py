@@ -17,8 +17,8 @@ def empty_cache(config: ModelConfig, batch: int, buffer_length: int) -> KVCache:
 def commit(cache: KVCache, kv: tuple[jax.Array, jax.Array], counts: jax.Array) -> KVCache:
     """Appends the first `counts[row]` of the query's entries to each row.
 
-    Query layouts put what can be committed first, so this is one contiguous write per row at the row's own offset. A window
-    that would pass the buffer's end is moved back; entries beyond the committed length are never touched.
+    Query layouts put what can be committed first, so this is one contiguous write per row at the row's own offset. A
+    window that would pass the buffer's end is moved back; entries beyond the committed length are never touched.
 
     Args:
       cache: the buffer; donated buffers are updated in place.

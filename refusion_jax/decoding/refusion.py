@@ -2,13 +2,14 @@
 
 Every forward has one layout, the training layout: the drafts of the *chosen* slots first, in original order, then mask
 tokens for the open slots *ahead* of them, all causal in buffer order behind the KV buffer. Its chosen part verifies the
-drafts, its mask part is the next draft. A row with nothing chosen yet is simply drafting. So both algorithms are one step,
+drafts, its mask part is the next draft. A row with nothing chosen yet is simply drafting. So both algorithms are one
+step,
 
     forward -> settled prefix of the chosen drafts -> commit -> choose again, repair, or (paper) infill,
 
-and the published algorithm adds a second pair of forwards, infilling, in which each chosen slot sees the buffer and itself
-only. Rows are each in a phase of their own; all state is per row and per response offset, and everything a caller can set
-is an array, so one compiled loop serves any mixture of settings.
+and the published algorithm adds a second pair of forwards, infilling, in which each chosen slot sees the buffer and
+itself only. Rows are each in a phase of their own; all state is per row and per response offset, and everything a
+caller can set is an array, so one compiled loop serves any mixture of settings.
 
 Slots, serial blocks and position IDs are labels of response offsets (`Request`). Serial blocks need no state: the
 current block is that of the first open slot, and an EOS drops every open slot at or after its own.
@@ -34,9 +35,9 @@ class Request:
 
     position_ids, slot_starts, blocks: (batch, capacity) int32: a response token's position ID, the offset at which its
       slot begins, its serial block. is_response: (batch, capacity) bool, False beyond the row's own length.
-    slot_sizes: (batch,) int32. self_correcting, redraft: (batch,) bool. slot_thresholds, token_thresholds, temperatures:
-      (batch,) float32. keys: (batch, 2) uint32 key data. eos_ids, suppressed_ids: (batch, n) int32, padded with -1 and an
-      ID beyond the vocabulary.
+    slot_sizes: (batch,) int32. self_correcting, redraft: (batch,) bool. slot_thresholds, token_thresholds,
+      temperatures: (batch,) float32. keys: (batch, 2) uint32 key data. eos_ids, suppressed_ids: (batch, n) int32,
+      padded with -1 and an ID beyond the vocabulary.
     """
 
     position_ids: jax.Array
@@ -58,12 +59,12 @@ class Request:
 class DecodeState:
     """The loop's carry. All (batch, capacity) per response offset unless said otherwise.
 
-    tokens: int32, committed tokens and current drafts. committed: bool. open: bool, slots neither committed nor dropped.
-    chosen: bool, slots whose drafts are being verified or infilled (a subset of open). passed: bool, infilling's marks.
-    phases, rounds, num_chosen: (batch,) int32; rounds and num_chosen belong to the infilling under way.
-    forwards: (batch,) int32, forwards a row took part in. commit_forwards: int32, the row's forward that committed a token.
-    accepted: (batch, capacity + 1) int32, slots accepted after so many infill rounds (1: from the front); with `events`
-      (batch,), what the authors' tokens-per-forward is computed from.
+    tokens: int32, committed tokens and current drafts. committed: bool. open: bool, slots neither committed nor
+    dropped. chosen: bool, slots whose drafts are being verified or infilled (a subset of open). passed: bool,
+    infilling's marks. phases, rounds, num_chosen: (batch,) int32; rounds and num_chosen belong to the infilling under
+    way. forwards: (batch,) int32, forwards a row took part in. commit_forwards: int32, the row's forward that
+    committed a token. accepted: (batch, capacity + 1) int32, slots accepted after so many infill rounds (1: from the
+      front); with `events` (batch,), what the authors' tokens-per-forward is computed from.
     cache: the KV buffer.
     """
 
@@ -142,8 +143,8 @@ def _forward(
     """Runs the rows' next forward at query width `width`.
 
     Returns:
-      what the forward says about every offset it predicts, (batch, capacity); the offsets that were ahead; and the query's
-      KV, whose first entries are those of the chosen tokens in order.
+      what the forward says about every offset it predicts, (batch, capacity); the offsets that were ahead; and the
+      query's KV, whose first entries are those of the chosen tokens in order.
     """
     config = module.config
     batch, capacity = state.tokens.shape
@@ -185,8 +186,8 @@ def _forward(
 def _noise(request: Request, state: DecodeState, target: jax.Array, vocab_size: int) -> jax.Array:
     """Scaled Gumbel noise (batch, width, vocab), zeros when no row samples.
 
-    The published algorithm draws anew in each forward and infills greedily; ours keeps each position's noise fixed, so that
-    a repaired draft converges to one sample.
+    The published algorithm draws anew in each forward and infills greedily; ours keeps each position's noise fixed, so
+    that a repaired draft converges to one sample.
     """
     temperature = jnp.where(state.phases == STEP, request.temperatures, 0.0)
     draws = jnp.where(request.self_correcting, 0, state.forwards)
@@ -364,8 +365,8 @@ def decode_loop(
       module, params: the model.
       request: what the rows are asked for.
       state: from `prefill`; its buffers are donated.
-      widths: ascending query widths to compile; every forward takes the narrowest that holds all rows. The last must hold
-        any query, which never exceeds the response.
+      widths: ascending query widths to compile; every forward takes the narrowest that holds all rows. The last must
+        hold any query, which never exceeds the response.
     """
 
     def needed(state: DecodeState) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention whose visibility is data: a few integers per token, turned into a mask inside the backend.
+"""Attention whose visibility is data: a few integers per token, turned into a bias inside the backend.
 
 A query token `i` sees a query token `j` of its row when all three hold:
 
@@ -9,6 +9,10 @@ A query token `i` sees a query token `j` of its row when all three hold:
 and it sees the first `lengths[row]` entries of the KV buffer. Causal attention is `order = index`; bidirectional is
 `order = 0`; slot-local causal is `order = index` with the slot's number as group; block-causal is `order = block`.
 """
+
+import functools
+import itertools
+from typing import Any
 
 import flax
 import jax
@@ -42,23 +46,26 @@ class KVCache:
     lengths: jax.Array
 
 
-def dense_mask(visibility: Visibility, cache: KVCache | None) -> jax.Array:
-    """(batch, length, buffer_length + length) bool: what each query token sees, the buffer's entries first."""
+def visibility_bias(visibility: Visibility, cache: KVCache | None) -> jax.Array:
+    """What to add to attention scores so that a token sees only what it may.
+
+    Returns:
+      (batch, length, buffer_length + length) float32, the buffer's entries first: 0 where visible, else a finite
+      floor, so that a token that sees nothing gets a mean rather than NaN.
+    """
     same = visibility.segment[:, :, None] == visibility.segment[:, None, :]
     earlier = visibility.order[:, None, :] <= visibility.order[:, :, None]
     key_group = visibility.group[:, None, :]
     shared = (key_group == 0) | (key_group == visibility.group[:, :, None])
     mask = same & earlier & shared
-    if cache is None:
-        return mask
-    committed = jnp.arange(cache.keys.shape[3]) < cache.lengths[:, None]
-    committed = jnp.broadcast_to(committed[:, None, :], (*mask.shape[:2], committed.shape[1]))
-    return jnp.concatenate([committed, mask], axis=-1)
+    if cache is not None:
+        committed = jnp.arange(cache.keys.shape[3]) < cache.lengths[:, None]
+        committed = jnp.broadcast_to(committed[:, None, :], (*mask.shape[:2], committed.shape[1]))
+        mask = jnp.concatenate([committed, mask], axis=-1)
+    return jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)
 
 
-def attend(
-    query: jax.Array, keys: list[jax.Array], values: list[jax.Array], mask: jax.Array
-) -> jax.Array:
+def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array) -> jax.Array:
     """Scaled dot-product attention over several blocks of keys, softmax in float32.
 
     Heads come first so that every (row, kv head) is one matrix product; the query heads that share a kv head are
@@ -67,27 +74,65 @@ def attend(
     Args:
       query: (batch, length, heads, head_dim).
       keys, values: blocks of (batch, kv_heads, block_length, head_dim).
-      mask: (batch, length, total block length) bool.
+      bias: (batch, length, total block length) float32, from `visibility_bias`.
 
     Returns:
       (batch, length, heads * head_dim), in the query's dtype.
     """
     batch, length, num_heads, head_dim = query.shape
     kv_heads = keys[0].shape[1]
-    query = query.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    query = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
-    scores = [
-        jnp.einsum("bhtd,bhsd->bhts", query, block, preferred_element_type=jnp.float32) * head_dim**-0.5
-        for block in keys
-    ]
-    scores = jnp.concatenate(scores, axis=-1).reshape(batch, kv_heads, -1, length, mask.shape[-1])
-    # A finite floor, so that a row that sees nothing gives a mean rather than NaN.
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype).reshape(batch, kv_heads, -1, mask.shape[-1])
-    start, mixed = 0, jnp.zeros((), query.dtype)
-    for block in values:
-        stop = start + block.shape[2]
-        mixed = mixed + jnp.einsum("bhts,bhsd->bhtd", weights[..., start:stop], block)
-        start = stop
+    grouped = (query * head_dim**-0.5).reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    mixed = _attend_grouped(grouped, keys, values, bias)
     mixed = mixed.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, length, num_heads * head_dim)
+
+
+@jax.custom_vjp
+def _attend_grouped(
+    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array
+) -> jax.Array:
+    """Attention of scaled, grouped queries (batch, kv_heads, groups * length, head_dim); bias (batch, length, total).
+    """
+    return _forward(query, keys, values, bias)[0]
+
+
+def _forward(
+    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    batch, kv_heads, rows, _ = query.shape
+    length, total = bias.shape[1:]
+    scores = [jnp.einsum("bhtd,bhsd->bhts", query, block, preferred_element_type=jnp.float32) for block in keys]
+    joined = jnp.concatenate(scores, axis=-1).reshape(batch, kv_heads, -1, length, total) + bias[:, None, None]
+    weights = jax.nn.softmax(joined, axis=-1).reshape(batch, kv_heads, rows, total).astype(query.dtype)
+    parts = [jnp.einsum("bhts,bhsd->bhtd", w, block) for w, block in zip(_split(weights, values), values, strict=True)]
+    mixed = functools.reduce(jnp.add, parts)
+    return mixed, (query, keys, values, weights, mixed)
+
+
+def _backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    """The softmax's gradient from its output alone, and the two transposed products from explicit transposes.
+
+    XLA's CPU backend multiplies by a transposed batch of matrices several times slower than it transposes them; the
+    barrier keeps it from folding the one into the other.
+    """
+    query, keys, values, weights, mixed = residuals
+    delta = jnp.sum((gradient * mixed).astype(jnp.float32), axis=-1, keepdims=True)
+    query_gradient, key_gradients, value_gradients = jnp.zeros((), query.dtype), [], []
+    for part, key, value in zip(_split(weights, values), keys, values, strict=True):
+        towards = jnp.einsum("bhtd,bhsd->bhts", gradient, value, preferred_element_type=jnp.float32)
+        scores = (part * (towards - delta)).astype(query.dtype)
+        query_gradient = query_gradient + jnp.einsum("bhts,bhsd->bhtd", scores, key)
+        scores, part = jax.lax.optimization_barrier((scores.swapaxes(2, 3), part.swapaxes(2, 3)))
+        key_gradients.append(jnp.einsum("bhst,bhtd->bhsd", scores, query))
+        value_gradients.append(jnp.einsum("bhst,bhtd->bhsd", part, gradient))
+    return query_gradient, tuple(key_gradients), tuple(value_gradients), None
+
+
+_attend_grouped.defvjp(_forward, _backward)
+
+
+def _split(weights: jax.Array, blocks: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Cuts the last axis of `weights` into the blocks' lengths."""
+    stops = list(itertools.accumulate(block.shape[2] for block in blocks))
+    return jnp.split(weights, stops[:-1], axis=-1)

@@ -24,7 +24,9 @@ def rotary_angles(position_ids: jax.Array, head_dim: int, theta: float) -> tuple
 
 
 def rotate(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the half-split pairs (i, i + head_dim // 2) of `heads` (batch, length, heads, head_dim), keeping its dtype."""
+    """Rotates the half-split pairs (i, i + head_dim // 2) of `heads` (batch, length, heads, head_dim), keeping its
+    dtype.
+    """
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(heads.dtype)

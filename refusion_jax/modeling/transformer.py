@@ -4,6 +4,7 @@ Token order, position IDs and visibility are arguments; nothing about ReFusion i
 Hugging Face's, with all layers stacked along a leading axis under `layers`.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,9 +12,21 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.config import ModelConfig
-from refusion_jax.modeling.attention import KVCache, Visibility, attend, dense_mask
+from refusion_jax.modeling.attention import KVCache, Visibility, attend, visibility_bias
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
+
+
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _rms_norm(inputs: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    x = inputs.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return (x * scale.astype(jnp.float32)).astype(inputs.dtype)
+
+
+@jax.checkpoint
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return nn.silu(gate) * up
 
 
 class RMSNorm(nn.Module):
@@ -27,9 +40,7 @@ class RMSNorm(nn.Module):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         init = nn.with_logical_partitioning(nn.initializers.ones_init(), (self.axis_name,))
         scale = self.param("scale", init, (inputs.shape[-1],), self.param_dtype)
-        x = inputs.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * scale.astype(jnp.float32)).astype(inputs.dtype)
+        return _rms_norm(inputs, scale, self.epsilon)
 
 
 def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> nn.Dense:
@@ -49,10 +60,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, mask: jax.Array
+        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, bias: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
-        batch, length = mask.shape[:2]
+        batch, length = bias.shape[:2]
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
             projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
@@ -65,7 +76,7 @@ class Attention(nn.Module):
         key = rotate(_norm(c, None, "k_norm")(key), *rope)
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
         blocks = [(key, value)] if cached is None else [cached, (key, value)]
-        mixed = attend(query, [k for k, _ in blocks], [v for _, v in blocks], mask)
+        mixed = attend(query, tuple(k for k, _ in blocks), tuple(v for _, v in blocks), bias)
         mixed = mixed.reshape(batch * length, -1)
         return _dense(c, c.hidden_size, ("heads", "embed"), "o_proj")(mixed), (key, value)
 
@@ -80,7 +91,7 @@ class MLP(nn.Module):
         c = self.config
         gate = _dense(c, c.intermediate_size, ("embed", "mlp"), "gate_proj")(hidden)
         up = _dense(c, c.intermediate_size, ("embed", "mlp"), "up_proj")(hidden)
-        return _dense(c, c.hidden_size, ("mlp", "embed"), "down_proj")(nn.silu(gate) * up)
+        return _dense(c, c.hidden_size, ("mlp", "embed"), "down_proj")(_swiglu(gate, up))
 
 
 class Block(nn.Module):
@@ -91,11 +102,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, mask: jax.Array
+        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, bias: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         normed = _norm(c, "embed", "input_layernorm")(hidden)
-        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, mask)
+        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, bias)
         hidden = constrain(hidden + mixed, "batch", "activation_embed")
         normed = _norm(c, "embed", "post_attention_layernorm")(hidden)
         hidden = constrain(hidden + MLP(c, name="mlp")(normed), "batch", "activation_embed")
@@ -145,7 +156,7 @@ class Transformer(nn.Module):
         hidden = self.embed_tokens(tokens.reshape(-1))
         hidden = constrain(hidden, "batch", "activation_embed")
         rope = rotary_angles(position_ids, c.head_dim, c.rope_theta)
-        mask = dense_mask(visibility, cache)
+        bias = visibility_bias(visibility, cache)
         block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
         layers = nn.scan(
             block,
@@ -157,7 +168,7 @@ class Transformer(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(c, return_kv, name="layers")
         cached = None if cache is None else (cache.keys, cache.values)
-        hidden, kv = layers(hidden, cached, rope, mask)
+        hidden, kv = layers(hidden, cached, rope, bias)
         return self.norm(hidden), kv
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
@@ -166,9 +177,7 @@ class Transformer(nn.Module):
             return self.embed_tokens.attend(hidden).astype(jnp.float32)
         return self.lm_head(hidden).astype(jnp.float32)
 
-    def __call__(
-        self, tokens: jax.Array, position_ids: jax.Array, visibility: Visibility | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens: jax.Array, position_ids: jax.Array, visibility: Visibility | None = None) -> jax.Array:
         """Logits (batch, length, vocab_size) float32; causal in buffer order unless `visibility` says otherwise."""
         visibility = Visibility.causal(*tokens.shape) if visibility is None else visibility
         hidden, _ = self.encode(tokens, position_ids, visibility)

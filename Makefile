@@ -1,0 +1,46 @@
+# make demo needs only python3 (3.11 or newer, with venv). Installing happens once, in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_RUN ?= runs/demo
+DEMO_EVALUATION := -m refusion_jax.demo
+
+BIN := $(VENV)/bin
+INSTALL_INPUTS := setup.cfg pyproject.toml constraints.txt
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/python train.py --config=configs/demo.py --workdir=$(DEMO_RUN)
+	$(BIN)/python $(DEMO_EVALUATION)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+# pytest exits with 5 when it selected no test: no test is slow, which is no failure.
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# What runs wrote and the environment stay: they take long to make again.
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The stamps are newer than what they installed from, so an unchanged checkout asks the network for nothing.
+$(VENV)/installed: $(INSTALL_INPUTS)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -e . -c constraints.txt
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/pip install --disable-pip-version-check -e '.[test]' -c constraints.txt
+	touch $@

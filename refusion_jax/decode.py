@@ -1,0 +1,137 @@
+"""Decodes prompts with a trained model: one prompt to stdout, or a file of them to a file.
+
+    python decode.py --checkpoint=runs/demo --prompt='S:7+1+7+5?'
+    python decode.py --checkpoint=runs/demo --input=prompts.jsonl --output=out.jsonl
+
+The input has one JSON object per line with a "prompt": text, or a list of token IDs. The output has the same objects plus
+"response", in input order. A line that cannot be answered gets "error" and its "line" number instead, and the exit status
+is 1. Settings that are not given are those of the run.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from refusion_jax import command_line
+from refusion_jax.api import Model, encode_prompt, generate, load
+from refusion_jax.config import ConfigError, DecodeConfig
+from refusion_jax.decoding.batching import check_request
+from refusion_jax.host_memory import keep_freed_memory
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string("checkpoint", None, "Run directory or Hugging Face directory.", flag_values=FLAGS)
+flags.DEFINE_string("prompt", None, "One prompt; its response goes to stdout.", flag_values=FLAGS)
+flags.DEFINE_string("input", None, "JSON-lines file of prompts.", flag_values=FLAGS)
+flags.DEFINE_string("output", None, "JSON-lines file to write.", flag_values=FLAGS)
+flags.DEFINE_string("prompt_field", "prompt", "Field of the input that holds the prompt.", flag_values=FLAGS)
+flags.DEFINE_integer("batch_size", 32, "Prompts decoded at once.", flag_values=FLAGS)
+flags.DEFINE_integer("seed", 0, "Seed of sampling.", flag_values=FLAGS)
+
+_DEFINE = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+for _field in dataclasses.fields(DecodeConfig):
+    _help = f"Decode setting; by default the run's, else {_field.default}."
+    _DEFINE[type(_field.default)](_field.name, None, _help, flag_values=FLAGS)
+
+
+def main(args: flags.FlagValues) -> None:
+    """Decodes with the parsed flags."""
+    if (args.prompt is None) == (args.input is None):
+        raise ConfigError("Give either --prompt or --input.")
+    if (args.input is None) != (args.output is None):
+        raise ConfigError("--input and --output belong together: the file of prompts and the file to write.")
+    keep_freed_memory()
+    model = load(args.checkpoint)
+    settings = {field.name: args[field.name].value for field in dataclasses.fields(DecodeConfig)}
+    given = {name: value for name, value in settings.items() if value is not None}
+    config = dataclasses.replace(model.decode, **given)
+    if args.prompt is not None:
+        decode_one(model, args.prompt, config, args.seed)
+    elif not decode_file(model, args, config):
+        sys.exit(1)
+
+
+def decode_one(model: Model, prompt: str, config: DecodeConfig, seed: int) -> None:
+    """Prints the response to one prompt, and how it was decoded on stderr."""
+    result = generate(model, [prompt], config, seed=seed)
+    assert result.text is not None
+    print(result.text[0])
+    tokens, forwards = len(result.tokens[0]), result.forwards[0]
+    print(f"[{tokens} tokens in {forwards} forwards, {tokens / forwards:.1f} per forward]", file=sys.stderr)
+
+
+def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig) -> bool:
+    """Answers a file of prompts; True when every line could be answered.
+
+    Raises:
+      ConfigError: when the input cannot be read or the output not be written.
+    """
+    try:
+        lines = Path(args.input).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input {args.input} cannot be read: {error}.") from error
+    records = [_read_line(model, line, number, args.prompt_field, config) for number, line in enumerate(lines, 1)]
+    records = [record for record in records if record is not None]
+    good = [record for record in records if "error" not in record]
+    start = time.perf_counter()
+    result = generate(
+        model,
+        [record[args.prompt_field] for record in good],
+        config,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        on_progress=lambda done: print(f"{done}/{len(good)} prompts", file=sys.stderr),
+    )
+    seconds = time.perf_counter() - start
+    for record, response in zip(good, result.tokens if result.text is None else result.text, strict=True):
+        record["response"] = response
+    _write(Path(args.output), records)
+    tokens, forwards = sum(map(len, result.tokens)), sum(result.forwards)
+    print(
+        f"{len(good)} prompts answered, {len(records) - len(good)} lines with errors; {tokens} tokens in {seconds:.1f} s, "
+        f"{tokens / max(forwards, 1):.1f} per forward.",
+        file=sys.stderr,
+    )
+    return len(good) == len(records)
+
+
+def _read_line(
+    model: Model, line: str, number: int, prompt_field: str, config: DecodeConfig
+) -> dict[str, Any] | None:
+    """The object of a line, or what is wrong with it; None for a blank line."""
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return {"line": number, "error": f"Not JSON: {error.msg} at column {error.colno}."}
+    if not isinstance(record, dict):
+        return {"line": number, "error": f"A JSON object was expected, not {type(record).__name__}."}
+    prompt = record.get(prompt_field)
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_tokens:
+        fields = ", ".join(record) or "none"
+        return record | {"line": number, "error": f"{prompt_field!r} must be text or token IDs; fields here: {fields}."}
+    try:
+        check_request(encode_prompt(model, prompt), config, model.config)
+    except ConfigError as error:
+        return record | {"line": number, "error": str(error)}
+    return record
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error}.") from error
+
+
+if __name__ == "__main__":
+    command_line.run(main, FLAGS, required=("checkpoint",))

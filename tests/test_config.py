@@ -1,0 +1,145 @@
+"""Every setting validates itself, in a sentence that names the value, the limit and the remedy."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from refusion_jax.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    DecodeConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SlotsConfig,
+    TrainConfig,
+    from_dict,
+    nearest,
+    to_dict,
+)
+
+REFUSED = [
+    (ModelConfig, {"hidden_size": 0}, "model.hidden_size is 0; it must be a number of at least 1."),
+    (ModelConfig, {"rope_theta": 0.0}, "model.rope_theta is 0.0; it must be positive."),
+    (ModelConfig, {"rms_norm_eps": -1.0}, "model.rms_norm_eps is -1.0; it must be positive."),
+    (ModelConfig, {"head_dim": 33}, "model.head_dim is 33; RoPE rotates pairs, make it even."),
+    (ModelConfig, {"num_attention_heads": 3}, "model.num_attention_heads is 3, not a multiple of"),
+    (ModelConfig, {"dtype": "float23"}, "model.dtype is 'float23'.* Did you mean 'float32'?"),
+    (ModelConfig, {"remat": "fulll"}, "model.remat is 'fulll'.* Did you mean 'full'?"),
+    (ModelConfig, {"eos_token_ids": ()}, "model.eos_token_ids is empty"),
+    (ModelConfig, {"mask_token_id": 1}, "model.mask_token_id is 1, which is also an EOS"),
+    (ModelConfig, {"vocab_size": 2}, "model.mask_token_id is 2, outside the vocabulary of 2 tokens."),
+    (ModelConfig, {"pad_token_id": -1}, "model.pad_token_id is -1, outside the vocabulary"),
+    (DataConfig, {"source": "jsn"}, "data.source is 'jsn'.* Did you mean 'json'?"),
+    (DataConfig, {"source": "json"}, "data.train_files is empty"),
+    (DataConfig, {"prompt_field": "response"}, "they must be two different field names."),
+    (DataConfig, {"max_length": 1}, "data.max_length is 1; it must be a number of at least 2."),
+    (SlotsConfig, {"sizes": ()}, "give at least one slot size"),
+    (SlotsConfig, {"sizes": (4, 0)}, r"slots.sizes is \(4, 0\)"),
+    (SlotsConfig, {"epsilon": 1.0}, "slots.epsilon is 1.0; it must lie strictly between 0 and 1."),
+    (SlotsConfig, {"ar_weight": 0.0, "mdm_weight": 0.0}, "one of the loss terms must count."),
+    (TrainConfig, {"steps": 0}, "train.steps is 0; it must be a number of at least 1."),
+    (OptimizerConfig, {"learning_rate": math.nan}, "optimizer.learning_rate is nan"),
+    (OptimizerConfig, {"beta2": 1.0}, r"optimizer.beta2 is 1.0; it must lie in \[0, 1\)."),
+    (OptimizerConfig, {"clip_norm": 0.0}, "optimizer.clip_norm is 0.0; it must be positive."),
+    (CheckpointConfig, {"keep": 0}, "checkpoint.keep is 0; it must be a number of at least 1."),
+    (MeshConfig, {"data": 0}, "mesh.data is 0; give a number of devices"),
+    (MeshConfig, {"data": -1, "fsdp": -1}, "only one can be the rest."),
+    (DecodeConfig, {"algorithm": "papr"}, "decode.algorithm is 'papr'.* Did you mean 'paper'?"),
+    (DecodeConfig, {"slot_threshold": 1.5}, r"decode.slot_threshold is 1.5; .* must lie in \[0, 1\]."),
+    (DecodeConfig, {"gen_length": 0}, "decode.gen_length is 0; it must be a number of at least 1."),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "sentence"), REFUSED)
+def test_unusable_values_are_refused_in_one_sentence(section, values, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        section(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_sections_must_agree():
+    with pytest.raises(ConfigError, match=r"data.max_length is 256, beyond model.max_position_embeddings \(128\)"):
+        Config(model=ModelConfig(max_position_embeddings=128), data=DataConfig(max_length=256))
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps is 100, more than train.steps \(50\)"):
+        Config(train=TrainConfig(steps=50))
+
+
+@pytest.mark.parametrize(
+    ("gen_length", "slot_size", "serial_num_blocks", "rounded", "block"),
+    [(64, 16, 1, 64, 64), (65, 16, 1, 80, 80), (1, 16, 1, 16, 16), (60, 16, 2, 64, 32), (7, 1, 7, 7, 1)],
+)
+def test_gen_length_is_rounded_up_to_whole_slots(gen_length, slot_size, serial_num_blocks, rounded, block):
+    config = DecodeConfig(gen_length=gen_length, slot_size=slot_size, serial_num_blocks=serial_num_blocks)
+    assert (config.rounded_length, config.block_length) == (rounded, block)
+
+
+def test_blocks_that_cannot_share_the_slots_name_both_remedies():
+    with pytest.raises(ConfigError) as caught:
+        DecodeConfig(gen_length=90, slot_size=16, serial_num_blocks=4)
+    message = str(caught.value)
+    assert "gen_length 64 or 128" in message
+    assert "serial_num_blocks 1, 2, 3, 6" in message
+    for remedy in ({"gen_length": 64}, {"gen_length": 128}, {"serial_num_blocks": 3}):
+        DecodeConfig(**{"gen_length": 90, "slot_size": 16, "serial_num_blocks": 4, **remedy})
+
+
+def test_more_blocks_than_slots_suggest_no_empty_length():
+    with pytest.raises(ConfigError, match=r"use gen_length 64, or serial_num_blocks 1, 2\."):
+        DecodeConfig(gen_length=32, slot_size=16, serial_num_blocks=4)
+
+
+def test_a_config_survives_json():
+    config = Config(
+        data=DataConfig(source="json", train_files=("a.jsonl", "b.jsonl")),
+        slots=SlotsConfig(sizes=(4, 8)),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+    )
+    values = json.loads(json.dumps(to_dict(config)))
+    assert values["slots"]["sizes"] == [4, 8]
+    assert from_dict(Config, values) == config
+
+
+def test_absent_fields_and_sections_take_their_defaults():
+    assert from_dict(Config, {}) == Config()
+    assert from_dict(Config, {"train": {"seed": 3}}) == Config(train=TrainConfig(seed=3))
+
+
+def test_a_whole_number_serves_as_a_float():
+    config = from_dict(OptimizerConfig, {"learning_rate": 1})
+    assert config.learning_rate == 1.0
+    assert type(config.learning_rate) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"train": {"stpes": 5}}, "Unknown config field 'train.stpes'. Did you mean 'steps'?"),
+        ({"trian": {}}, "Unknown config field 'trian'. Did you mean 'train'?"),
+        ({"train": 5}, "train is 5; it must be a section of settings."),
+        ({"train": {"steps": 5.0}}, "train.steps is 5.0; it must be of type int."),
+        ({"train": {"steps": True}}, "train.steps is True; it must be of type int."),
+        ({"optimizer": {"learning_rate": "1e-3"}}, "optimizer.learning_rate is '1e-3'; it must be of type float."),
+        ({"slots": {"sizes": 4}}, "slots.sizes is 4; it must be a list."),
+        ({"slots": {"sizes": [4, "8"]}}, "slots.sizes is '8'; it must be of type int."),
+        ({"data": {"train_files": [1]}}, "data.train_files is 1; it must be of type str."),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(values, sentence):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Config, values)
+    assert sentence in str(caught.value)
+
+
+def test_nearest_names_one_or_lists_all():
+    assert nearest("stesp", ["steps", "seed"]) == " Did you mean 'steps'?"
+    assert nearest("zzz", ["steps", "seed"]) == " Known: seed, steps."
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().train.steps = 5
