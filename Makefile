@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_RUN ?= runs/demo
-DEMO_EVALUATION := -m refusion_jax.demo
 
 BIN := $(VENV)/bin
 INSTALL_INPUTS := setup.cfg pyproject.toml constraints.txt
@@ -12,7 +11,7 @@ INSTALL_INPUTS := setup.cfg pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/python train.py --config=configs/demo.py --workdir=$(DEMO_RUN)
-	$(BIN)/python $(DEMO_EVALUATION)
+	$(BIN)/python -m refusion_jax.demo --checkpoint=$(DEMO_RUN)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest

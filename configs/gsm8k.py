@@ -45,9 +45,10 @@ def get_config() -> ConfigDict:
                 max_position_embeddings=512,
             ),
             slots=SlotsConfig(sizes=(4, 8, 16, 32)),
-            train=TrainConfig(steps=5_000, batch_size=16, log_every=50, eval_every=1_000),
-            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.1),
-            checkpoint=CheckpointConfig(save_every=1_000),
-            decode=DecodeConfig(gen_length=256, slot_size=16),
+            # 4 rows of 512 tokens hold 9 problems: 800 steps to an epoch.
+            train=TrainConfig(steps=2_400, batch_size=4, log_every=20, eval_every=800, eval_decode_examples=8),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, weight_decay=0.1),
+            checkpoint=CheckpointConfig(save_every=400),
+            decode=DecodeConfig(gen_length=192, slot_size=8, serial_num_blocks=3),
         )
     )

@@ -75,7 +75,7 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
         raise ConfigError(
             f"tokens have shape {tokens.shape} and position_ids {position_ids.shape}; both must be (batch, length)."
         )
-    if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < model.config.vocab_size):
+    if bool(jnp.any((tokens < 0) | (tokens >= model.config.vocab_size))):
         raise ConfigError(f"tokens must lie in [0, {model.config.vocab_size}), the vocabulary.")
     return _logits(model.module, model.params, tokens, position_ids)
 

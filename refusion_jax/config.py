@@ -79,8 +79,9 @@ class ModelConfig:
             "model", self, vocab_size=0, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=2, max_position_embeddings=1, initializer_range=0, scan_unroll=1,
         )  # fmt: skip
-        _require(self.rope_theta > 0, f"model.rope_theta is {self.rope_theta}; it must be positive.")
-        _require(self.rms_norm_eps > 0, f"model.rms_norm_eps is {self.rms_norm_eps}; it must be positive.")
+        for field in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, field)
+            _require(0 < value < math.inf, f"model.{field} is {value}; it must be positive and finite.")
         _require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; RoPE rotates pairs, make it even.")
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -139,6 +140,10 @@ class DataConfig:
             "data", self, synthetic_examples=1, eval_examples=0, max_length=2, tokenizer_vocab_size=8, read_threads=1,
             prefetch=1,
         )  # fmt: skip
+        _require(
+            self.prefetch >= self.read_threads,
+            f"data.prefetch is {self.prefetch}, fewer batches than data.read_threads ({self.read_threads}); raise it.",
+        )
         _require(
             self.source != "json" or len(self.train_files) > 0,
             "data.train_files is empty; data.source 'json' needs at least one file of examples.",
@@ -211,7 +216,7 @@ class OptimizerConfig:
             _require(0 <= value < 1, f"optimizer.{field} is {value}; it must lie in [0, 1).")
         for field in ("epsilon", "clip_norm"):
             value = getattr(self, field)
-            _require(value > 0, f"optimizer.{field} is {value}; it must be positive.")
+            _require(0 < value < math.inf, f"optimizer.{field} is {value}; it must be positive and finite.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +317,12 @@ class Config:
             self.data.max_length <= self.model.max_position_embeddings,
             f"data.max_length is {self.data.max_length}, beyond model.max_position_embeddings "
             f"({self.model.max_position_embeddings}); lower the one or raise the other.",
+        )
+        _require(
+            self.decode.rounded_length < self.model.max_position_embeddings,
+            f"decode.gen_length is {self.decode.gen_length}, in whole slots {self.decode.rounded_length}; with a "
+            f"prompt that exceeds model.max_position_embeddings, {self.model.max_position_embeddings}: lower one or "
+            "raise the other.",
         )
         _require(
             self.optimizer.warmup_steps <= self.train.steps,

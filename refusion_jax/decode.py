@@ -3,9 +3,9 @@
     python decode.py --checkpoint=runs/demo --prompt='S:7+1+7+5?'
     python decode.py --checkpoint=runs/demo --input=prompts.jsonl --output=out.jsonl
 
-The input has one JSON object per line with a "prompt": text, or a list of token IDs. The output has the same objects plus
-"response", in input order. A line that cannot be answered gets "error" and its "line" number instead, and the exit status
-is 1. Settings that are not given are those of the run.
+The input has one JSON object per line with a "prompt": text, or a list of token IDs. The output has the same objects
+plus "response", in input order. A line that cannot be answered gets "error" and its "line" number instead, and the exit
+status is 1. Settings that are not given are those of the run.
 """
 
 import dataclasses
@@ -13,8 +13,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from absl import flags
 
@@ -33,7 +34,12 @@ flags.DEFINE_string("prompt_field", "prompt", "Field of the input that holds the
 flags.DEFINE_integer("batch_size", 32, "Prompts decoded at once.", flag_values=FLAGS)
 flags.DEFINE_integer("seed", 0, "Seed of sampling.", flag_values=FLAGS)
 
-_DEFINE = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+_DEFINE: dict[type, Callable[..., Any]] = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+}
 for _field in dataclasses.fields(DecodeConfig):
     _help = f"Decode setting; by default the run's, else {_field.default}."
     _DEFINE[type(_field.default)](_field.name, None, _help, flag_values=FLAGS)
@@ -72,11 +78,11 @@ def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig) -> b
       ConfigError: when the input cannot be read or the output not be written.
     """
     try:
-        lines = Path(args.input).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input {args.input} cannot be read: {error}.") from error
-    records = [_read_line(model, line, number, args.prompt_field, config) for number, line in enumerate(lines, 1)]
-    records = [record for record in records if record is not None]
+        lines = Path(args.input).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"--input {args.input} cannot be read: {error.strerror}.") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_read_line(model, line, number, args.prompt_field, config) for number, line in numbered]
     good = [record for record in records if "error" not in record]
     start = time.perf_counter()
     result = generate(
@@ -93,28 +99,23 @@ def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig) -> b
     _write(Path(args.output), records)
     tokens, forwards = sum(map(len, result.tokens)), sum(result.forwards)
     print(
-        f"{len(good)} prompts answered, {len(records) - len(good)} lines with errors; {tokens} tokens in {seconds:.1f} s, "
-        f"{tokens / max(forwards, 1):.1f} per forward.",
+        f"{len(good)} prompts answered, {len(records) - len(good)} lines with errors; "
+        f"{tokens} tokens in {seconds:.1f} s, {tokens / max(forwards, 1):.1f} per forward.",
         file=sys.stderr,
     )
     return len(good) == len(records)
 
 
-def _read_line(
-    model: Model, line: str, number: int, prompt_field: str, config: DecodeConfig
-) -> dict[str, Any] | None:
-    """The object of a line, or what is wrong with it; None for a blank line."""
-    if not line.strip():
-        return None
+def _read_line(model: Model, line: bytes, number: int, prompt_field: str, config: DecodeConfig) -> dict[str, Any]:
+    """The object of a line; with "line" and "error" where it cannot be answered."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return {"line": number, "error": f"Not JSON: {error.msg} at column {error.colno}."}
+        record = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return {"line": number, "error": f"Not JSON in UTF-8: {error}."}
     if not isinstance(record, dict):
         return {"line": number, "error": f"A JSON object was expected, not {type(record).__name__}."}
     prompt = record.get(prompt_field)
-    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not is_tokens:
+    if not _is_prompt(prompt):
         fields = ", ".join(record) or "none"
         return record | {"line": number, "error": f"{prompt_field!r} must be text or token IDs; fields here: {fields}."}
     try:
@@ -122,6 +123,10 @@ def _read_line(
     except ConfigError as error:
         return record | {"line": number, "error": str(error)}
     return record
+
+
+def _is_prompt(value: Any) -> TypeGuard[str | list[int]]:
+    return isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:

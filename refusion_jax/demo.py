@@ -2,8 +2,8 @@
 
     python -m refusion_jax.demo --checkpoint=runs/demo
 
-Prints exact match and tokens per forward, shows a few answers with the forward that committed each character, and adds the
-figures to the run's summary.json.
+Prints exact match and tokens per forward, shows a few answers with the forward that committed each character, and adds
+the figures to the run's summary.json.
 """
 
 import dataclasses
@@ -84,7 +84,10 @@ def evaluate(
 
 def _print_scores(scores: dict[str, Score]) -> None:
     tasks = list(next(iter(scores.values())).by_task)
-    print(f"\n{'algorithm':<26}{'exact match':>12}{'tokens/forward':>16}{'seconds':>9}" + "".join(f"{t:>8}" for t in tasks))
+    print(
+        f"\n{'algorithm':<26}{'exact match':>12}{'tokens/forward':>16}{'seconds':>9}"
+        + "".join(f"{t:>8}" for t in tasks)
+    )
     for name, score in scores.items():
         numbers = f"{score.exact_match:>12.3f}{score.tokens_per_forward:>16.2f}{score.seconds:>9.1f}"
         print(f"{name:<26}{numbers}" + "".join(f"{score.by_task[task]:>8.2f}" for task in tasks))
@@ -92,7 +95,7 @@ def _print_scores(scores: dict[str, Score]) -> None:
 
 def _print_answers(examples: Sequence[Example], result: Generation) -> None:
     """One answer per task; below each character the forward that committed it, 0 being the first draft."""
-    print("\nSome answers; the line below tells which forward of the model committed each character (0 is the first draft):")
+    print("\nSome answers; the line below each tells which forward committed a character (0 is the first draft):")
     assert result.text is not None
     shown = set()
     for example, text, order in zip(examples, result.text, result.order, strict=True):

@@ -10,7 +10,8 @@ def keep_freed_memory() -> None:
     """Makes glibc keep large freed blocks instead of returning them to the system; elsewhere it does nothing.
 
     XLA's CPU backend allocates its temporaries anew in every call. Fresh pages from the system are zeroed at first
-    touch, which was measured to take a quarter of a small model's training step. Call before the first computation.
+    touch, which a small model's training step would spend a good part of its time on. Call before the first
+    computation.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from refusion_jax.config import ConfigError, ModelConfig, nearest
 
-PARAM_PATHS = {
+PARAM_PATHS: dict[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("embed_tokens", "embedding"),
     "norm.weight": ("norm", "scale"),
     "lm_head.weight": ("lm_head", "kernel"),
 }
-LAYER_PARAM_PATHS = {
+LAYER_PARAM_PATHS: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm", "scale"),
     "post_attention_layernorm.weight": ("post_attention_layernorm", "scale"),
     **{f"self_attn.{name}.weight": ("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj", "o_proj")},

@@ -9,8 +9,7 @@ from refusion_jax.config import SlotsConfig
 from refusion_jax.slots import NO_TARGET, TrainingView
 
 
-@flax.struct.dataclass
-class HybridLoss:
+class HybridLoss(flax.struct.PyTreeNode):
     """The two terms and their weighted sum, () float32 each."""
 
     total: jax.Array

@@ -58,8 +58,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def tree_shardings(abstract: Any, mesh: Mesh) -> Any:
-    """Shardings for a pytree whose leaves carry logical axes (`nn.Partitioned` boxes); leaves without are replicated.
-    """
+    """Shardings for a pytree whose leaves carry logical axes (`nn.Partitioned` boxes); others are replicated."""
     return nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
 
 

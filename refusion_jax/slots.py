@@ -23,14 +23,15 @@ NO_TARGET = -100
 _PROMPT, _CLEAN, _MASKED = 0, 1, 2
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """Packed rows in original order.
 
-    tokens: (rows, length) int32. segment_ids: (rows, length) int32, 1, 2, ... per example in the row, 0 for padding.
-    position_ids: (rows, length) int32, index within the example; for padding the index within the row.
-    prompt_lengths, response_lengths: (rows, segments) int32, 0 where the row has no such segment.
-    example_ids, epochs: (rows, segments) int32; with the seed they key the example's random draws.
+    Attributes:
+      tokens: (rows, length) int32.
+      segment_ids: (rows, length) int32, 1, 2, ... for the row's examples, 0 for padding.
+      position_ids: (rows, length) int32, index within the example; for padding within the row.
+      prompt_lengths, response_lengths: (rows, segments) int32, 0 where the row has no such segment.
+      example_ids, epochs: (rows, segments) int32; with the seed they key the example's random draws.
     """
 
     tokens: jax.Array
@@ -42,13 +43,14 @@ class Batch:
     epochs: jax.Array
 
 
-@flax.struct.dataclass
-class Draws:
-    """The random choices of a training view. The uniforms are given per token and equal within a slot.
+class Draws(flax.struct.PyTreeNode):
+    """The random choices of a training view; the per-token values are equal within a slot.
 
-    slot_sizes: (rows, segments) int32. mask_probabilities: (rows, segments) float32, the `p` of each example.
-    mask_uniforms: (rows, length) float32; a slot is masked when its value is below `p`.
-    order_keys: (rows, length) float32; clean slots are ordered by this value.
+    Attributes:
+      slot_sizes: (rows, segments) int32.
+      mask_probabilities: (rows, segments) float32, the `p` of each example.
+      mask_uniforms: (rows, length) float32; a slot is masked when its value is below `p`.
+      order_keys: (rows, length) float32; clean slots are ordered by this value.
     """
 
     slot_sizes: jax.Array
@@ -57,13 +59,16 @@ class Draws:
     order_keys: jax.Array
 
 
-@flax.struct.dataclass
-class TrainingView:
-    """What the model is trained on, in buffer order; all (rows, length).
+class TrainingView(flax.struct.PyTreeNode):
+    """What the model is trained on, in buffer order; arrays are (rows, length).
 
-    tokens: int32, masked slots replaced by the mask token. position_ids: int32, original. targets: int32, NO_TARGET
-    where there is none. is_masked: bool. mdm_weights: float32, `1 / p / response_length` at masked positions, else 0.
-    visibility: causal in buffer order within each segment.
+    Attributes:
+      tokens: int32, masked slots replaced by the mask token.
+      position_ids: int32, original.
+      targets: int32, NO_TARGET where there is none.
+      is_masked: bool.
+      mdm_weights: float32, `1 / p / response_length` at masked positions, else 0.
+      visibility: causal in buffer order within each segment.
     """
 
     tokens: jax.Array
@@ -121,9 +126,14 @@ def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
 
 
 def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
-    """Builds the view of a batch under given draws (paper section 3; equation numbers follow the two loss terms there).
+    """Builds the view of a batch under given draws (paper section 3, training).
 
     Padding goes last, keeps its tokens and has no target.
+
+    Args:
+      batch: the examples in original order.
+      draws: from `draw`, or recorded ones.
+      mask_token_id: what masked tokens are replaced by.
     """
     in_response, slot = _slot_index(batch, draws.slot_sizes)
     p = _of_segment(draws.mask_probabilities, batch.segment_ids)

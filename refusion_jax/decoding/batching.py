@@ -25,12 +25,16 @@ MIN_WIDTH = 16
 class Generation:
     """One list entry per prompt, in input order.
 
-    tokens: response token IDs up to and including the first EOS. text: the decoded response, or None without a
-    tokenizer. committed: every committed response token in position order; after an EOS that an earlier slot brought
-      late there can be more. order: for each committed token the row's forward that committed it, counted from 0.
-    forwards: forwards the row took part in; the first draft counts, the prefill does not.
-    finish_reason: "eos" or "length". tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over
-      acceptances), committed tokens per forward otherwise.
+    Attributes:
+      tokens: response token IDs up to and including the first EOS.
+      text: the decoded response; None without a tokenizer.
+      committed: every committed response token in position order. After an EOS that an earlier slot brought late there
+        can be more.
+      order: for each committed token, which of the row's forwards committed it, from 0.
+      forwards: forwards the row took part in; the first draft counts, the prefill does not.
+      finish_reason: "eos" or "length".
+      tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over acceptances), committed tokens per forward
+        otherwise.
     """
 
     tokens: list[list[int]]
@@ -63,8 +67,8 @@ def check_request(prompt: Sequence[int], config: DecodeConfig, model: ModelConfi
     total = len(prompt) + config.rounded_length
     if total > model.max_position_embeddings:
         raise ConfigError(
-            f"The prompt has {len(prompt)} tokens, with gen_length {config.rounded_length} that makes {total}, beyond the "
-            f"model's maximum of {model.max_position_embeddings}; shorten the prompt or lower gen_length."
+            f"The prompt has {len(prompt)} tokens, with gen_length {config.rounded_length} that makes {total}, beyond "
+            f"the model's maximum of {model.max_position_embeddings}; shorten the prompt or lower gen_length."
         )
 
 
@@ -140,16 +144,16 @@ def make_request(
 ) -> Request:
     """Lays out settings as arrays: rows beyond the prompts are finished from the start."""
     rows = len(prompts)
-    offsets = np.arange(capacity, dtype=np.int32)
+    offsets: Any = np.arange(capacity, dtype=np.int32)
 
-    def per_row(values: list[Any], dtype: Any, idle: Any) -> np.ndarray:
+    def per_row(values: list[Any], dtype: Any, idle: Any) -> Any:
         return np.array(values + [idle] * (batch - rows), dtype)
 
     sizes = per_row([c.slot_size for c in configs], np.int32, 1)
     block_lengths = per_row([c.block_length for c in configs], np.int32, 1)
     lengths = per_row([c.rounded_length for c in configs], np.int32, 0)
     starts = per_row([len(prompt) for prompt in prompts], np.int32, 0)
-    all_keys = np.zeros((batch, *keys.shape[1:]), np.uint32)
+    all_keys: Any = np.zeros((batch, *keys.shape[1:]), np.uint32)
     all_keys[:rows] = keys[:rows]
     special = [model.pad_token_id, model.mask_token_id]
     nothing = [model.vocab_size] * len(special)
@@ -165,7 +169,7 @@ def make_request(
         token_thresholds=per_row([c.token_threshold for c in configs], np.float32, 0),
         temperatures=per_row([c.temperature for c in configs], np.float32, 0),
         keys=all_keys,
-        eos_ids=np.broadcast_to(np.array(model.eos_token_ids, np.int32), (batch, len(model.eos_token_ids))),
+        eos_ids=per_row([model.eos_token_ids] * rows, np.int32, model.eos_token_ids),
         suppressed_ids=per_row([special if c.suppress_special else nothing for c in configs], np.int32, nothing),
     )
 
@@ -186,7 +190,7 @@ def _collect(result: Generation, state: DecodeState, configs: Sequence[DecodeCon
             result.tpf.append(len(committed) / forwards)
 
 
-def _authors_tpf(accepted: np.ndarray, events: int, slot_size: int) -> float:
+def _authors_tpf(accepted: Any, events: int, slot_size: int) -> float:
     """The mean over acceptances of `slot_size * slots / (2 * rounds)` (ALGORITHM section 3, TPF)."""
     rounds = np.arange(1, len(accepted))
     return float(slot_size * np.sum(accepted[1:] / rounds) / (2 * events))

@@ -29,15 +29,21 @@ from refusion_jax.modeling import KVCache, Transformer, Visibility
 STEP, INFILL_DRAFT, INFILL_VERIFY = 0, 1, 2
 
 
-@flax.struct.dataclass
-class Request:
-    """What each row is asked for. `offset` below is a response offset, 0 <= offset < capacity.
+class Request(flax.struct.PyTreeNode):
+    """What each row is asked for. `capacity` is the number of response offsets.
 
-    position_ids, slot_starts, blocks: (batch, capacity) int32: a response token's position ID, the offset at which its
-      slot begins, its serial block. is_response: (batch, capacity) bool, False beyond the row's own length.
-    slot_sizes: (batch,) int32. self_correcting, redraft: (batch,) bool. slot_thresholds, token_thresholds,
-      temperatures: (batch,) float32. keys: (batch, 2) uint32 key data. eos_ids, suppressed_ids: (batch, n) int32,
-      padded with -1 and an ID beyond the vocabulary.
+    Attributes:
+      position_ids: (batch, capacity) int32, a response token's position ID.
+      slot_starts: (batch, capacity) int32, the offset at which its slot begins.
+      blocks: (batch, capacity) int32, its serial block.
+      is_response: (batch, capacity) bool, False beyond the row's own length.
+      slot_sizes: (batch,) int32.
+      self_correcting: (batch,) bool, which of the two algorithms.
+      redraft: (batch,) bool.
+      slot_thresholds, token_thresholds, temperatures: (batch,) float32.
+      keys: (batch, 2) uint32, the row's random key data.
+      eos_ids: (batch, n) int32.
+      suppressed_ids: (batch, n) int32 token IDs never proposed; an ID beyond the vocabulary stands for none.
     """
 
     position_ids: jax.Array
@@ -55,17 +61,22 @@ class Request:
     suppressed_ids: jax.Array
 
 
-@flax.struct.dataclass
-class DecodeState:
-    """The loop's carry. All (batch, capacity) per response offset unless said otherwise.
+class DecodeState(flax.struct.PyTreeNode):
+    """The loop's carry.
 
-    tokens: int32, committed tokens and current drafts. committed: bool. open: bool, slots neither committed nor
-    dropped. chosen: bool, slots whose drafts are being verified or infilled (a subset of open). passed: bool,
-    infilling's marks. phases, rounds, num_chosen: (batch,) int32; rounds and num_chosen belong to the infilling under
-    way. forwards: (batch,) int32, forwards a row took part in. commit_forwards: int32, the row's forward that
-    committed a token. accepted: (batch, capacity + 1) int32, slots accepted after so many infill rounds (1: from the
-      front); with `events` (batch,), what the authors' tokens-per-forward is computed from.
-    cache: the KV buffer.
+    Attributes:
+      tokens: (batch, capacity) int32, committed tokens and current drafts.
+      committed: (batch, capacity) bool.
+      open: (batch, capacity) bool, slots neither committed nor dropped.
+      chosen: (batch, capacity) bool, slots whose drafts are being verified or infilled; a subset of `open`.
+      passed: (batch, capacity) bool, infilling's marks.
+      phases: (batch,) int32, STEP, INFILL_DRAFT or INFILL_VERIFY.
+      rounds, num_chosen: (batch,) int32, rounds done and slots chosen in the infilling under way.
+      forwards: (batch,) int32, forwards the row took part in.
+      commit_forwards: (batch, capacity) int32, which of the row's forwards committed a token, from 0.
+      accepted: (batch, capacity + 1) int32, slots accepted after so many infill rounds; 1 is from the front.
+      events: (batch,) int32, acceptances; with `accepted` it gives the authors' tokens-per-forward.
+      cache: the KV buffer, or None where it is kept aside.
     """
 
     tokens: jax.Array
@@ -80,7 +91,7 @@ class DecodeState:
     commit_forwards: jax.Array
     accepted: jax.Array
     events: jax.Array
-    cache: KVCache
+    cache: KVCache | None
 
 
 # ---- small helpers over offsets; a missing offset is `capacity` ----------------------------------------------------
@@ -295,6 +306,7 @@ def _iterate(module: Transformer, params: Any, request: Request, state: DecodeSt
     """One forward for every unfinished row, each in its own phase."""
     reading, ahead, kv = _forward(module, params, request, state, width)
     cache, phases, running = state.cache, state.phases, _any(state.open)
+    assert cache is not None
     bare = state.replace(cache=None)
     nothing = jnp.zeros_like(state.open)
     outcomes = (

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 
 
-@flax.struct.dataclass
-class Reading:
+class Reading(flax.struct.PyTreeNode):
     """What one forward says about each token it predicts; all of one shape.
 
     choice: int32, the model's own choice. choice_probability: float32, its probability.

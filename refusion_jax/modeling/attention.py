@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 
-@flax.struct.dataclass
-class Visibility:
+class Visibility(flax.struct.PyTreeNode):
     """Who sees whom: three (batch, length) int32 arrays, as the module's text defines."""
 
     segment: jax.Array
@@ -34,8 +33,7 @@ class Visibility:
         return cls(segment=jnp.ones_like(order), order=order, group=jnp.zeros_like(order))
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """A static buffer of keys and values; row `r` holds `lengths[r]` committed entries from index 0.
 
     keys, values: (layers, batch, kv_heads, buffer_length, head_dim). lengths: (batch,) int32.
@@ -92,8 +90,7 @@ def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Arra
 def _attend_grouped(
     query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array
 ) -> jax.Array:
-    """Attention of scaled, grouped queries (batch, kv_heads, groups * length, head_dim); bias (batch, length, total).
-    """
+    """Attention of scaled, grouped queries (batch, kv_heads, groups * length, head_dim) under `bias`."""
     return _forward(query, keys, values, bias)[0]
 
 

@@ -54,7 +54,8 @@ def claim_workdir(workdir: Path, config: Config) -> None:
     if differences:
         shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise WorkdirError(
-            f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove it."
+            f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
+            "it."
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.config import Config, DecodeConfig
@@ -25,7 +26,7 @@ def held_out_loss(
     for index in range(batches.batches_in_epoch(0)):
         batch = batch_from_arrays(batches[index])
         examples = int(np.sum(batch.response_lengths > 0))
-        loss = jax.device_get(evaluate(params, batch, np.int32(EVAL_SEED)))
+        loss = jax.device_get(evaluate(params, batch, jnp.int32(EVAL_SEED)))
         totals += examples * np.array([loss.total, loss.ar, loss.mdm])
         count += examples
     return dict(zip(("eval_loss", "eval_ar_loss", "eval_mdm_loss"), (totals / count).tolist(), strict=True))

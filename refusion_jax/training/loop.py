@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -31,8 +32,8 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
     """
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size}, too small for the tokenizer's {tokenizer.vocab_size} tokens; "
-            "use 0 to take the tokenizer's."
+            f"model.vocab_size is {config.model.vocab_size}, too small for the tokenizer's {tokenizer.vocab_size} "
+            "tokens; use 0 to take the tokenizer's."
         )
     model = dataclasses.replace(
         config.model,
@@ -136,7 +137,7 @@ class _Run:
         config, start = self.config.train, int(state.step)
         batches = make_batches(self.config.data, self.dataset.train, seed=config.seed, batch_size=config.batch_size)
         reader = iterate(batches, start, read_threads=self.config.data.read_threads, prefetch=self.config.data.prefetch)
-        seed = np.int32(config.seed)
+        seed = jnp.int32(config.seed)
         writer = MetricsWriter(self.workdir, start, config.steps)
         seconds_before = writer.last.get("seconds", 0.0)
         total, interval, compile_seconds = _Interval(), _Interval(), 0.0
@@ -147,7 +148,7 @@ class _Run:
             interval.waited += time.perf_counter() - asked
             batch = jax.device_put(batch_from_arrays(arrays), batch_sharding(self.mesh))
             state, metrics = self.train_step(state, batch, seed)
-            interval.tokens += np.count_nonzero(arrays["segment_ids"])
+            interval.tokens += int(np.count_nonzero(arrays["segment_ids"]))
             writer.advance()
             if step == start + 1:
                 # The first step compiles, which belongs in no rate.

@@ -14,8 +14,7 @@ from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import tree_shardings
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """step: () int32, updates done so far. params, opt_state: pytrees."""
 
     step: jax.Array

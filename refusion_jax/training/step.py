@@ -17,11 +17,14 @@ from refusion_jax.slots import Batch, draw, training_view
 from refusion_jax.training.state import TrainState
 
 
-@flax.struct.dataclass
-class Metrics:
-    """What a step reports, () each: the loss and its parts, the gradient's global norm before clipping (float32), and
-    the
-    number of tokens that were not padding (int32)."""
+class Metrics(flax.struct.PyTreeNode):
+    """What a step reports, () each.
+
+    Attributes:
+      loss: the loss and its parts, float32.
+      grad_norm: global norm of the gradient before clipping, float32.
+      num_tokens: tokens that were not padding, int32.
+    """
 
     loss: HybridLoss
     grad_norm: jax.Array

@@ -1,0 +1,421 @@
+"""Useful tokens per second of the whole training step, fed by the real data pipeline.
+
+    python benchmarks/train.py
+    python benchmarks/train.py --yardstick --yardstick_python=PYTHON_WITH_TORCH
+
+Trains the demo's model (any setting can be changed, as for train.py), with a vocabulary of 64, and prints a table;
+--output gets the same figures as JSON. A useful token is one that is not padding.
+
+With --yardstick, our turns alternate with those of `benchmarks/yardstick.py`: PyTorch's eager forward and backward of
+the same model, float32, on padded batches of 32 of the same examples. A machine's speed drifts, so only turns of one
+round are compared; the ratio is ours to theirs.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from refusion_jax import command_line
+from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
+from refusion_jax.data import Dataset, iterate, load_dataset, make_batches
+from refusion_jax.host_memory import keep_freed_memory
+from refusion_jax.modeling import Transformer
+from refusion_jax.sharding import batch_sharding, make_mesh
+from refusion_jax.slots import batch_from_arrays
+from refusion_jax.training.checkpoint import write_json
+from refusion_jax.training.loop import resolve
+from refusion_jax.training.state import init_state, make_optimizer
+from refusion_jax.training.step import Metrics, make_train_step
+
+FLAGS = flags.FlagValues()
+command_line.define_config(FLAGS)
+FLAGS.set_default("config", "demo")
+flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_float("seconds", 6.0, "Length of a turn; a round has one for each side.", 0.01, flag_values=FLAGS)
+flags.DEFINE_boolean("yardstick", False, "Compare with PyTorch.", flag_values=FLAGS)
+flags.DEFINE_string("yardstick_python", sys.executable, "Python with torch and transformers.", flag_values=FLAGS)
+flags.DEFINE_string("output", None, "Default: benchmarks/results/train_BACKEND.json.", flag_values=FLAGS)
+
+HERE = Path(__file__).resolve().parent
+VOCAB_SIZE = 64
+MATMULS = ((1536, 128, 384), (1024, 1024, 1024))  # the demo's widest dense product, and a large one
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy")
+WARM_UP_STEPS = 20
+YARDSTICK_EXAMPLES, YARDSTICK_BATCHES = 32, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What one side did in its turn: seconds passed and, of these, waited for data; useful tokens; each step's
+    seconds.
+    """
+
+    seconds: float
+    tokens: int
+    step_seconds: list[float]
+    waited: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One turn of each side, and the FLOP/s of every matrix product in `MATMULS` just before them."""
+
+    matmul_rates: list[float]
+    ours: Turn
+    theirs: Turn | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Our tokens per second to theirs."""
+        return self.ours.tokens_per_second / self.theirs.tokens_per_second if self.theirs else None
+
+
+class Trainer:
+    """Trains as `refusion_jax.training.loop` does, without its records and checkpoints."""
+
+    def __init__(self, config: Config, dataset: Dataset):
+        self._mesh = make_mesh(config.mesh)
+        module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, config.train.steps)
+        self._state, shardings = init_state(module, optimizer, config.train.seed, self._mesh)
+        self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self._state.params))
+        self._train_step = make_train_step(module, optimizer, config.slots, self._mesh, shardings)
+        self._seed = jnp.int32(config.train.seed)
+        batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
+        self._reader = iterate(batches, 0, read_threads=config.data.read_threads, prefetch=config.data.prefetch)
+        began = time.perf_counter()
+        self.measure(0)
+        self.compile_seconds = time.perf_counter() - began
+        for _ in range(WARM_UP_STEPS):
+            self.measure(0)
+
+    def _step(self) -> tuple[Metrics, int, float]:
+        """Starts a step; returns its metrics to come, its useful tokens and the seconds waited for its batch."""
+        asked = time.perf_counter()
+        arrays = next(self._reader)
+        waited = time.perf_counter() - asked
+        batch = jax.device_put(batch_from_arrays(arrays), batch_sharding(self._mesh))
+        self._state, metrics = self._train_step(self._state, batch, self._seed)
+        return metrics, int(np.count_nonzero(arrays["segment_ids"])), waited
+
+    def measure(self, seconds: float) -> Turn:
+        """Trains until `seconds` have passed, at least one step."""
+        step_seconds: list[float] = []
+        began = now = time.perf_counter()
+
+        def wait_for(metrics: Metrics) -> None:
+            nonlocal now
+            jax.block_until_ready(metrics)
+            before, now = now, time.perf_counter()
+            step_seconds.append(now - before)
+
+        with jax.set_mesh(self._mesh):
+            steps = [self._step()]
+            while now - began < seconds:
+                # A step is waited for after the next one has started: the device never waits for the host.
+                steps.append(self._step())
+                wait_for(steps[-2][0])
+            wait_for(steps[-1][0])
+        return Turn(now - began, sum(step[1] for step in steps), step_seconds, sum(step[2] for step in steps))
+
+    def close(self) -> None:
+        """Ends the pipeline's threads."""
+        self._reader.close()
+
+
+class Yardstick:
+    """`benchmarks/yardstick.py` in a process of its own, ready to measure."""
+
+    def __init__(self, python: str, model: ModelConfig, lengths: np.ndarray):
+        """Starts it.
+
+        Args:
+          python: interpreter to start.
+          model: the model's shape.
+          lengths: (batches, examples) int, tokens of each example.
+
+        Raises:
+          ConfigError: when there is no such interpreter, or it cannot import torch or transformers.
+        """
+        remedy = "install them there with `pip install torch transformers`, or name another with --yardstick_python."
+        self._command = [python, str(HERE / "yardstick.py")]
+        try:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise ConfigError(f"{python} does not start ({error.strerror}); name a Python with torch.") from None
+        request = {"model": yardstick_model(model), "lengths": lengths.tolist(), "threads": available_cores()}
+        answer = self._ask(request)
+        if "error" in answer:
+            self.close()
+            raise ConfigError(
+                f"--yardstick needs torch and transformers, but {python} lacks them ({answer['error']}): {remedy}"
+            )
+        self.versions: dict[str, str] = answer["versions"]
+
+    def _ask(self, value: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # One that has ended accepts nothing; it is noticed below, by its missing answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConfigError(f"{shlex.join(self._command)} ended with exit status {self._process.wait()}, see above.")
+        return json.loads(line)
+
+    def measure(self, seconds: float) -> Turn:
+        """Has it train until `seconds` have passed."""
+        return Turn(**self._ask(seconds))
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def yardstick_model(model: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of a Hugging Face Qwen3 configuration that give the model's shape."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+        "pad_token_id",
+    )  # fmt: skip
+    return {name: getattr(model, name) for name in names}
+
+
+def flops_per_token(model: ModelConfig, row_length: int) -> int:
+    """FLOPs of forward and backward per token: 6 for each parameter of a matrix product, the output embedding's
+    included, and `12 * layers * heads * head_dim * row_length` for attention, which computes every pair of a row.
+    """
+    query_width, kv_width = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    attention = 2 * model.hidden_size * (query_width + kv_width)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    parameters = model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
+    return 6 * parameters + 12 * model.num_hidden_layers * query_width * row_length
+
+
+def matmul_rate(shape: tuple[int, int, int], dtype: str, seconds: float = 0.25) -> float:
+    """Median FLOP/s of XLA's (m, k) by (k, n) product, over bursts long enough to hide the dispatch."""
+    m, k, n = shape
+    left, right = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+    jnp.matmul(left, right).block_until_ready()
+    burst = 8
+    rates: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while not rates or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        jax.block_until_ready([jnp.matmul(left, right) for _ in range(burst)])
+        rates.append(burst * 2 * m * k * n / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest of the values."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summarise(rounds: Sequence[Round], flops: int) -> dict[str, Any]:
+    """Returns the figures of all rounds; rates and ratios are taken within rounds, step times over all steps.
+
+    Args:
+      rounds: what was measured.
+      flops: FLOPs per useful token.
+    """
+    turns = [r.ours for r in rounds]
+    summary: dict[str, Any] = {
+        "tokens_per_second": spread([turn.tokens_per_second for turn in turns]),
+        "step_ms": spread([1e3 * seconds for turn in turns for seconds in turn.step_seconds]),
+        "tokens_per_step": sum(turn.tokens for turn in turns) / sum(len(turn.step_seconds) for turn in turns),
+        "data_wait_share": sum(turn.waited for turn in turns) / sum(turn.seconds for turn in turns),
+        "flops_per_token": flops,
+        "matmul": [
+            {
+                "shape": list(shape),
+                "gflops_per_second": spread([r.matmul_rates[i] / 1e9 for r in rounds]),
+                "share_reached": spread([flops * r.ours.tokens_per_second / r.matmul_rates[i] for r in rounds]),
+            }
+            for i, shape in enumerate(MATMULS)
+        ],
+    }
+    theirs = [r.theirs for r in rounds if r.theirs]
+    if theirs:
+        summary["yardstick"] = {
+            "tokens_per_second": spread([turn.tokens_per_second for turn in theirs]),
+            "step_ms": spread([1e3 * seconds for turn in theirs for seconds in turn.step_seconds]),
+            "tokens_per_step": sum(turn.tokens for turn in theirs) / sum(len(turn.step_seconds) for turn in theirs),
+        }
+        summary["ratio"] = spread([r.ratio for r in rounds if r.ratio is not None])
+    return summary
+
+
+def round_record(measured: Round) -> dict[str, Any]:
+    """The figures of one round, for the result file."""
+    record: dict[str, Any] = {
+        "tokens_per_second": measured.ours.tokens_per_second,
+        "matmul_gflops_per_second": [rate / 1e9 for rate in measured.matmul_rates],
+    }
+    if measured.theirs:
+        record |= {"yardstick_tokens_per_second": measured.theirs.tokens_per_second, "ratio": measured.ratio}
+    return record
+
+
+HEADER = (
+    "| round | tokens/s | step, ms | matmul, GFLOP/s | yardstick, tokens/s | yardstick step, ms | ratio |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def round_row(number: int, measured: Round) -> str:
+    """The table row of one round; matmul rates are in the order of `MATMULS`."""
+
+    def step(turn: Turn) -> str:
+        return f"{1e3 * statistics.median(turn.step_seconds):.1f}"
+
+    theirs = measured.theirs
+    matmuls = " / ".join(f"{rate / 1e9:.0f}" for rate in measured.matmul_rates)
+    cells = [str(number), f"{measured.ours.tokens_per_second:,.0f}", step(measured.ours), matmuls]
+    cells += [f"{theirs.tokens_per_second:,.0f}", step(theirs), f"{measured.ratio:.2f}"] if theirs else ["–"] * 3
+    return f"| {' | '.join(cells)} |"
+
+
+def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib: float) -> str:
+    """The table of all rounds together, each figure as median (least to greatest)."""
+
+    def of(values: dict[str, float], form: str, scale: float = 1.0) -> str:
+        median, least, greatest = (format(scale * values[key], form) for key in ("median", "min", "max"))
+        return f"{median} ({least} to {greatest})"
+
+    rows = [
+        ("useful tokens per second", of(summary["tokens_per_second"], ",.0f")),
+        ("step, ms", of(summary["step_ms"], ".1f")),
+        ("useful tokens per step", f"{summary['tokens_per_step']:,.0f}"),
+        ("waiting for data", f"{summary['data_wait_share']:.1%}"),
+        ("compiling, with the first step, s", f"{compile_seconds:.1f}"),
+        ("peak resident memory, MiB", f"{peak_rss_mib:,.0f}"),
+        ("MFLOPs per useful token", f"{summary['flops_per_token'] / 1e6:.2f}"),
+    ]
+    for matmul in summary["matmul"]:
+        m, k, n = matmul["shape"]
+        rows.append((f"matmul {m}x{k} by {k}x{n}, GFLOP/s", of(matmul["gflops_per_second"], ".0f")))
+        rows.append(("– share of it reached, %", of(matmul["share_reached"], ".0f", 100)))
+    if "ratio" in summary:
+        theirs = summary["yardstick"]
+        rows += [
+            ("yardstick: useful tokens per second", of(theirs["tokens_per_second"], ",.0f")),
+            ("yardstick: step, ms", of(theirs["step_ms"], ".1f")),
+            ("yardstick: useful tokens per step", f"{theirs['tokens_per_step']:,.0f}"),
+            ("ratio, ours to the yardstick's", of(summary["ratio"], ".2f")),
+        ]
+    return "\n".join(["| figure | median (min to max) |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """What it runs on, and how busy that was; a load well above 0 spoils the figures."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": available_cores(),
+        "devices": sorted({device.device_kind for device in jax.devices()}),
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def warn_if_busy(on: dict[str, Any]) -> None:
+    """Says so when other work keeps the machine busy."""
+    load, cores = on["load_average"][0], on["cores"]
+    if load > cores / 2:
+        print(f"Warning: the load average is {load:.1f} on {cores} cores; with other work running, figures mislead.\n")
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" when files other than results differ from it; "unknown" without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        changes = git("status", "--porcelain", "--", ":/", ":(exclude)results").strip()
+        return git("rev-parse", "HEAD").strip() + ("-dirty" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def peak_rss_mib() -> float:
+    """The most memory this process ever held, in MiB."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def measure_rounds(args: flags.FlagValues, dtype: str, trainer: Trainer, yardstick: Yardstick | None) -> list[Round]:
+    """Measures round after round, printing each."""
+    print(HEADER, flush=True)
+    rounds = []
+    for number in range(1, args.rounds + 1):
+        rates = [matmul_rate(shape, dtype) for shape in MATMULS]
+        ours = trainer.measure(args.seconds)
+        rounds.append(Round(rates, ours, yardstick.measure(args.seconds) if yardstick else None))
+        print(round_row(number, rounds[-1]), flush=True)
+    return rounds
+
+
+def main(args: flags.FlagValues) -> None:
+    """Measures, prints and writes the result."""
+    keep_freed_memory()
+    output = Path(args.output or HERE / "results" / f"train_{jax.default_backend()}.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"commit": commit(), "machine": machine()}
+    warn_if_busy(result["machine"])
+    config: Config = args.config
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or VOCAB_SIZE)
+    dataset = load_dataset(config.data, seed=config.train.seed)
+    config = resolve(dataclasses.replace(config, model=model), dataset.tokenizer)
+
+    with contextlib.ExitStack() as stack:
+        yardstick = None
+        if args.yardstick:
+            lengths = np.resize(dataset.train.lengths, (YARDSTICK_BATCHES, YARDSTICK_EXAMPLES))
+            yardstick = stack.enter_context(contextlib.closing(Yardstick(args.yardstick_python, config.model, lengths)))
+        trainer = stack.enter_context(contextlib.closing(Trainer(config, dataset)))
+        rounds = measure_rounds(args, config.model.dtype, trainer, yardstick)
+
+    summary = summarise(rounds, flops_per_token(config.model, config.data.max_length))
+    cost = {"compile_seconds": trainer.compile_seconds, "peak_rss_mib": peak_rss_mib()}
+    print(f"\n{summary_table(summary, **cost)}")
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    result["versions"] = {"python": platform.python_version()} | versions | (yardstick.versions if yardstick else {})
+    result["settings"] = {"rounds": args.rounds, "seconds": args.seconds, "batch_size": config.train.batch_size}
+    result["settings"] |= {section: to_dict(getattr(config, section)) for section in ("model", "data", "slots")}
+    result |= {"num_parameters": trainer.num_parameters, **cost, **summary}
+    result["rounds"] = [round_record(measured) for measured in rounds]
+    write_json(output, result)
+    print(f"\nWritten to {output}.")
+
+
+if __name__ == "__main__":
+    command_line.run(main, FLAGS)

@@ -1,0 +1,72 @@
+"""What several test files share: quick compilation, and one tiny trained run."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+import pytest
+
+from refusion_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DecodeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from refusion_jax.decoding import batching
+from refusion_jax.training.loop import train
+
+
+@contextlib.contextmanager
+def _quick_compilation():
+    """Spares the compiler, where programs that run for a moment spend their time.
+
+    XLA leaves out its expensive passes, and decoding compiles one query width: responses of up to 16 tokens.
+    """
+    flag = "jax_disable_most_optimizations"
+    before = jax.config.read(flag)
+    jax.config.update(flag, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "MIN_RESPONSE_BUCKET", batching.MIN_WIDTH)
+        try:
+            yield
+        finally:
+            jax.config.update(flag, before)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    with _quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Config:
+    """Twenty steps of a one-layer model: enough for a falling loss, not for right answers."""
+    return Config(
+        data=DataConfig(synthetic_examples=300, eval_examples=8, tokenizer_vocab_size=64, max_length=96),
+        model=ModelConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=160,
+        ),
+        train=TrainConfig(steps=20, batch_size=4, log_every=4, eval_every=0, eval_decode_examples=0),
+        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=2),
+        checkpoint=CheckpointConfig(save_every=10),
+        decode=DecodeConfig(gen_length=16, slot_size=4, serial_num_blocks=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_config, tmp_path_factory) -> Path:
+    """The run directory of `tiny_config`. Read it, or copy it, but leave it as it is."""
+    workdir = tmp_path_factory.mktemp("runs") / "tiny"
+    with _quick_compilation():
+        train(tiny_config, workdir)
+    return workdir

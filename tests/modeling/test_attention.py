@@ -1,0 +1,159 @@
+"""Attention against a plain softmax over the tokens one may see, written out for each kind of visibility."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from refusion_jax.modeling.attention import KVCache, Visibility, attend, visibility_bias
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BATCH, LENGTH, BUFFER, HEADS, KV_HEADS, HEAD_DIM = 3, 12, 8, 6, 2, 4
+COMMITTED = np.array([0, 3, BUFFER])
+INDEX = np.arange(LENGTH)
+PACKED = np.array([1] * 5 + [2] * 4 + [0] * 3)  # two examples and padding
+SLOTS = INDEX // 4
+
+# (labels per token: segment, order, group; what token i sees of token j, said without these labels)
+KINDS = {
+    "causal": ((INDEX * 0 + 1, INDEX, INDEX * 0), lambda i, j: j <= i),
+    "bidirectional": ((INDEX * 0 + 1, INDEX * 0, INDEX * 0), lambda i, j: True),
+    "slot-local causal": ((INDEX * 0 + 1, INDEX, SLOTS + 1), lambda i, j: j <= i and i // 4 == j // 4),
+    "slot-local causal after a shared prefix": (
+        (INDEX * 0 + 1, INDEX, SLOTS),  # group 0 is shared
+        lambda i, j: j <= i and (j < 4 or i // 4 == j // 4),
+    ),
+    "block-causal": ((INDEX * 0 + 1, SLOTS, INDEX * 0), lambda i, j: j // 4 <= i // 4),
+    "packed": ((PACKED, INDEX, INDEX * 0), lambda i, j: j <= i and (i < 5) == (j < 5) and (i < 9) == (j < 9)),
+}
+
+
+def labels(kind):
+    return Visibility(*(jnp.broadcast_to(jnp.asarray(part, jnp.int32), (BATCH, LENGTH)) for part in KINDS[kind][0]))
+
+
+def sees(kind):
+    return np.array([[KINDS[kind][1](i, j) for j in range(LENGTH)] for i in range(LENGTH)])
+
+
+def random_inputs(seed, with_buffer, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    query = rng.normal(size=(BATCH, LENGTH, HEADS, HEAD_DIM)).astype(dtype)
+    lengths = (BUFFER, LENGTH) if with_buffer else (LENGTH,)
+    keys, values = (
+        tuple(rng.normal(size=(BATCH, KV_HEADS, length, HEAD_DIM)).astype(dtype) for length in lengths) for _ in "kv"
+    )
+    return query, keys, values
+
+
+def cache_of(keys, values, lengths=COMMITTED):
+    return KVCache(jnp.asarray(keys)[None], jnp.asarray(values)[None], jnp.asarray(lengths, jnp.int32))
+
+
+def plain_attention(query, keys, values, visible):
+    """One token and head at a time, over visible (batch, length, total) keys only; keys and values joined."""
+    out = np.zeros((BATCH, LENGTH, HEADS, HEAD_DIM))
+    for b, t, h in np.ndindex(BATCH, LENGTH, HEADS):
+        seen, head = np.flatnonzero(visible[b, t]), h // (HEADS // KV_HEADS)
+        scores = keys[b, head, seen].astype(np.float64) @ query[b, t, h] / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ values[b, head, seen]
+    return out.reshape(BATCH, LENGTH, -1)
+
+
+@pytest.mark.parametrize("with_buffer", [False, True], ids=["alone", "behind a buffer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_a_softmax_over_the_visible(kind, with_buffer):
+    query, keys, values = random_inputs(0, with_buffer)
+    cache = cache_of(keys[0], values[0]) if with_buffer else None
+    bias = visibility_bias(labels(kind), cache)
+    visible = np.broadcast_to(sees(kind), (BATCH, LENGTH, LENGTH))
+    if with_buffer:
+        committed = np.broadcast_to(np.arange(BUFFER) < COMMITTED[:, None, None], (BATCH, LENGTH, BUFFER))
+        visible = np.concatenate([committed, visible], axis=-1)
+    assert bias.shape == visible.shape
+    assert bias.dtype == jnp.float32
+    assert np.array_equal(np.asarray(bias) == 0, visible)
+    got = jax.jit(attend)(query, keys, values, bias)
+    assert got.dtype == query.dtype
+    joined = (np.concatenate(blocks, axis=2) for blocks in (keys, values))
+    np.testing.assert_allclose(got, plain_attention(query, *joined, visible), atol=1e-5)
+
+
+def test_the_causal_constructor():
+    made, by_hand = Visibility.causal(BATCH, LENGTH), labels("causal")
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(lambda a: (a.shape, a.dtype), by_hand)
+    assert np.array_equal(visibility_bias(made, None), visibility_bias(by_hand, None))
+
+
+def naive_attention(query, keys, values, visible):
+    """The same with differentiable array operations: heads repeated, blocks joined, softmax of masked scores."""
+    keys, values = (
+        jnp.repeat(jnp.concatenate(blocks, axis=2), HEADS // KV_HEADS, axis=1) for blocks in (keys, values)
+    )
+    scores = jnp.einsum("bthd,bhsd->bhts", query, keys) / jnp.sqrt(HEAD_DIM)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bhsd->bthd", weights, values).reshape(BATCH, LENGTH, -1)
+
+
+@pytest.mark.parametrize("with_buffer", [False, True], ids=["one block", "two blocks"])
+@pytest.mark.parametrize("kind", ["causal", "packed", "slot-local causal"])
+def test_gradient_is_that_of_plain_attention(kind, with_buffer):
+    query, keys, values = random_inputs(1, with_buffer)
+    bias = visibility_bias(labels(kind), cache_of(keys[0], values[0]) if with_buffer else None)
+    cotangent = np.random.default_rng(2).normal(size=(BATCH, LENGTH, HEADS * HEAD_DIM)).astype(np.float32)
+
+    def gradients(attention, last):
+        gradient = jax.grad(lambda *args: jnp.sum(attention(*args, last) * cotangent), argnums=(0, 1, 2))
+        return jax.jit(gradient)(query, keys, values)
+
+    got, expected = gradients(attend, bias), gradients(naive_attention, bias == 0)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(theirs).max() > 0.1
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_bfloat16_keeps_its_dtype_and_stays_close():
+    query, keys, values = random_inputs(3, with_buffer=True)
+    rounded = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (query, keys, values))
+    bias = visibility_bias(labels("causal"), cache_of(keys[0], values[0]))
+
+    def loss(query, keys, values):
+        return jnp.sum(attend(query, keys, values, bias).astype(jnp.float32) ** 2)
+
+    out = attend(*rounded, bias)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), attend(query, keys, values, bias), atol=0.03)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    got, expected = gradient(*rounded), gradient(query, keys, values)
+    for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert np.linalg.norm(ours.astype(jnp.float32) - exact) < 0.03 * np.linalg.norm(exact)
+
+
+def test_what_lies_beyond_the_committed_length_changes_nothing():
+    query, keys, values = random_inputs(4, with_buffer=True)
+    free = np.arange(BUFFER)[None, None, :, None] >= COMMITTED[:, None, None, None]
+    outputs = []
+    for garbage in (0.0, 1e6, -1e30):
+        buffers = [(np.where(free, np.float32(garbage), blocks[0]), blocks[1]) for blocks in (keys, values)]
+        bias = visibility_bias(labels("causal"), cache_of(buffers[0][0], buffers[1][0]))
+        outputs.append(np.asarray(attend(query, *buffers, bias)))
+    assert np.isfinite(outputs[0]).all()
+    assert np.array_equal(outputs[0], outputs[1])
+    assert np.array_equal(outputs[0], outputs[2])
+
+
+def test_a_token_that_sees_nothing_is_finite_and_has_a_finite_gradient():
+    query, keys, values = random_inputs(5, with_buffer=True)
+    order = jnp.broadcast_to(jnp.asarray(INDEX, jnp.int32), (BATCH, LENGTH))
+    # No key is in a group that any query is in, and nothing is committed.
+    lonely = Visibility(segment=jnp.ones_like(order), order=-order, group=order + 1)
+    bias = visibility_bias(lonely, cache_of(keys[0], values[0], lengths=[0, 0, 0]))
+    nothing = jnp.full_like(bias, bias.min())
+    out, gradient = jax.value_and_grad(lambda q: jnp.sum(attend(q, keys, values, nothing)))(query)
+    assert np.isfinite(out)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(attend(query, keys, values, bias)).all()
