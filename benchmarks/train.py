@@ -64,13 +64,14 @@ YARDSTICK_EXAMPLES, YARDSTICK_BATCHES = 32, 64
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """What one side did in its turn: seconds passed and, of these, waited for data; useful tokens; each step's
-    seconds.
+    seconds; memory pages that the system had to provide anew.
     """
 
     seconds: float
     tokens: int
     step_seconds: list[float]
     waited: float = 0.0
+    page_faults: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,6 +122,7 @@ class Trainer:
     def measure(self, seconds: float) -> Turn:
         """Trains until `seconds` have passed, at least one step."""
         step_seconds: list[float] = []
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         began = now = time.perf_counter()
 
         def wait_for(metrics: Metrics) -> None:
@@ -136,7 +138,9 @@ class Trainer:
                 steps.append(self._step())
                 wait_for(steps[-2][0])
             wait_for(steps[-1][0])
-        return Turn(now - began, sum(step[1] for step in steps), step_seconds, sum(step[2] for step in steps))
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        tokens, waited = sum(step[1] for step in steps), sum(step[2] for step in steps)
+        return Turn(now - began, tokens, step_seconds, waited, faults)
 
     def close(self) -> None:
         """Ends the pipeline's threads."""
@@ -245,6 +249,7 @@ def summarise(rounds: Sequence[Round], flops: int) -> dict[str, Any]:
         "tokens_per_second": spread([turn.tokens_per_second for turn in turns]),
         "step_ms": spread([1e3 * seconds for turn in turns for seconds in turn.step_seconds]),
         "tokens_per_step": sum(turn.tokens for turn in turns) / sum(len(turn.step_seconds) for turn in turns),
+        "page_faults_per_step": sum(turn.page_faults for turn in turns) / sum(len(turn.step_seconds) for turn in turns),
         "data_wait_share": sum(turn.waited for turn in turns) / sum(turn.seconds for turn in turns),
         "flops_per_token": flops,
         "matmul": [
@@ -308,6 +313,7 @@ def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib:
         ("useful tokens per second", of(summary["tokens_per_second"], ",.0f")),
         ("step, ms", of(summary["step_ms"], ".1f")),
         ("useful tokens per step", f"{summary['tokens_per_step']:,.0f}"),
+        ("page faults per step", f"{summary['page_faults_per_step']:,.1f}"),
         ("waiting for data", f"{summary['data_wait_share']:.1%}"),
         ("compiling, with the first step, s", f"{compile_seconds:.1f}"),
         ("peak resident memory, MiB", f"{peak_rss_mib:,.0f}"),

@@ -1,19 +1,23 @@
 """The C allocator's setting for computation on CPUs."""
 
 import ctypes
+import importlib.util
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_ACCELERATOR_PLUGINS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep large freed blocks instead of returning them to the system; elsewhere it does nothing.
+    """Where CPUs compute, makes glibc keep large freed blocks instead of returning them to the system.
 
     XLA's CPU backend allocates its temporaries anew in every call. Fresh pages from the system are zeroed at first
-    touch, which a small model's training step would spend a good part of its time on. Call before the first
-    computation.
+    touch, which a small model's training step would spend a good part of its time on.
+
+    Call it before anything starts JAX's backend: glibc gives the threads that exist then memory of their own. So it
+    asks for installed accelerator plugins, not for the devices, which would start it.
     """
-    if platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc" or any(map(importlib.util.find_spec, _ACCELERATOR_PLUGINS)):
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_MAX, 0)

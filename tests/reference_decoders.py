@@ -3,11 +3,15 @@
 One sequence at a time, NumPy, float32, no KV cache: every forward recomputes the whole buffer. What a cache would have
 remembered is kept as visibility instead. Each committed token records which tokens it saw in the forward that
 committed it, so recomputing its keys and values gives the ones it was committed with.
+
+Two float32 programs can disagree about a decision that hangs by a hair, so a decode also reports its margin: the
+smallest distance of any decision from its opposite, in units of logits. Between two tokens that is the difference of
+their scores, between a probability and a threshold that of their logarithms.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +80,9 @@ class DecodeResult:
     order: list[int]  # for each, the index of the forward that committed it; the first draft is forward 0
     forwards: int  # paper: verify and draft separately; self-correcting: verify and next draft are one
     committed_eos_cut: bool  # a slot was committed only up to its EOS
+    margin: float  # smallest distance of any decision from its opposite
     fused_forwards: int | None = None  # this and the rest: paper only. Verify and next draft counted as one
+    fused_order: list[int] | None = None  # `order` in that counting
     infills: int | None = None
     tpf: float | None = None
 
@@ -110,9 +116,7 @@ def decode_paper(
             draw = fused_forwards if carried_by is None else carried_by
             fused_forwards += carried_by is None
             forwards += 1
-            draft, probability = row.draft(remaining, temperature, gumbel, draw, suppress)
-
-            picked = _select(probability[:, 0], slot_threshold)
+            picked, draft = row.draft_and_select(remaining, slot_threshold, temperature, gumbel, draw, suppress)
             chosen, tokens = [remaining[i] for i in picked], draft[picked]
 
             # Verify globally: plain causal attention over the concatenated drafts.
@@ -121,12 +125,14 @@ def decode_paper(
             carried_by = fused_forwards
             fused_forwards += 1
             forwards += 1
-            passed = _first_of_slot(tokens) | (_probability_at_previous(logits, tokens) > token_threshold)
+            first, probability = _first_of_slot(tokens), _probability_at_previous(logits, tokens)
+            passed = first | (probability > token_threshold)
+            row.note(_threshold_gaps(probability, token_threshold)[_reached(passed) & ~first])
             prefix = _leading(passed.ravel())
 
             whole, end, found_eos = _accept(tokens, prefix, eos_ids)
             if end:  # accept from the front
-                row.commit(tokens.ravel()[:end], positions[:end], mask[:end, :end], forwards - 1)
+                row.commit(tokens.ravel()[:end], positions[:end], mask[:end, :end], forwards - 1, fused_forwards - 1)
                 tokens_per_forward.append(slot_size * whole / 2)
                 remaining = [slot for slot in remaining if slot not in chosen[:whole]]
                 if found_eos:
@@ -149,14 +155,17 @@ def decode_paper(
                 positions, mask = row.positions_of(chosen), _causal_inside_slots(*tokens.shape)
                 visible = np.where(marks, tokens, mask_id)
                 logits = row.forward(visible.ravel(), positions, mask)
-                redrafted = choices(logits, positions, suppress=suppress).reshape(tokens.shape)  # never any noise
-                tokens = np.where(marks, tokens, redrafted)
+                scores = scores_of(logits, positions, suppress=suppress)  # never any noise
+                row.note(_choice_gaps(scores)[~marks.ravel()])
+                tokens = np.where(marks, tokens, scores.argmax(axis=-1).reshape(tokens.shape))
 
                 logits = row.forward(tokens.ravel(), positions, mask)
                 forwards += 2
                 fused_forwards += 2
                 follows_passed = np.hstack([np.ones_like(marks[:, :1]), marks[:, :-1]])
-                passed = follows_passed | (_probability_at_previous(logits, tokens) > token_threshold)
+                probability = _probability_at_previous(logits, tokens)
+                passed = follows_passed | (probability > token_threshold)
+                row.note(_threshold_gaps(probability, token_threshold)[_reached(passed) & ~follows_passed])
                 marks = np.logical_and.accumulate(passed, axis=1)
 
                 with_eos = (marks & np.isin(tokens, eos_ids)).any(axis=1)
@@ -170,10 +179,11 @@ def decode_paper(
 
             _, end, _ = _accept(tokens, tokens.size, eos_ids)
             mask = _causal_inside_slots(*tokens.shape)[:end, :end]
-            row.commit(tokens.ravel()[:end], row.positions_of(chosen)[:end], mask, forwards - 1)
+            row.commit(tokens.ravel()[:end], row.positions_of(chosen)[:end], mask, forwards - 1, fused_forwards - 1)
 
     tpf = float(np.mean(tokens_per_forward))
-    return row.result(forwards, fused_forwards=fused_forwards, infills=infills, tpf=tpf)
+    result = row.result(forwards, fused_forwards=fused_forwards, infills=infills, tpf=tpf)
+    return replace(result, fused_order=row.in_position_order(row.fused_order))
 
 
 def decode_self_correcting(
@@ -203,9 +213,7 @@ def decode_self_correcting(
         while remaining:
             # A carried draft is computed again by itself, uncounted: in causal order nothing differs.
             forwards += not carried
-            draft, probability = row.draft(remaining, temperature, gumbel, 0, suppress)
-
-            picked = _select(probability[:, 0], slot_threshold)
+            picked, draft = row.draft_and_select(remaining, slot_threshold, temperature, gumbel, 0, suppress)
             chosen, tokens = [remaining[i] for i in picked], draft[picked]
             remaining = [slot for slot in remaining if slot not in chosen]
 
@@ -213,12 +221,16 @@ def decode_self_correcting(
                 positions, mask = row.positions_of(chosen), _causal(tokens.size)
                 logits = row.forward(tokens.ravel(), positions, mask)
                 forwards += 1
+                scores = scores_of(logits[:-1], positions[1:], temperature, gumbel, 0, suppress)
                 own = tokens.copy()  # a slot's first token has no choice but the draft's
-                own.ravel()[1:] = choices(logits[:-1], positions[1:], temperature, gumbel, 0, suppress)
+                own.ravel()[1:] = scores.argmax(axis=-1)
                 own[:, 0] = tokens[:, 0]
-                passed = (own == tokens) | (_probability_at_previous(logits, tokens) > token_threshold)
-                passed |= _first_of_slot(tokens)
+                first, probability = _first_of_slot(tokens), _probability_at_previous(logits, tokens)
+                passed = first | (own == tokens) | (probability > token_threshold)
                 settled = _leading(passed.ravel())
+                row.note(_choice_gaps(scores)[~first.ravel()[1:]])
+                doubted = (own != tokens) & (np.arange(tokens.size).reshape(tokens.shape) <= settled)
+                row.note(_threshold_gaps(probability, token_threshold)[doubted])
 
                 whole, end, found_eos = _accept(tokens, settled, eos_ids)
                 row.commit(tokens.ravel()[:end], positions[:end], mask[:end, :end], forwards - 1)
@@ -243,6 +255,11 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 def choices(logits, positions, temperature=0.0, gumbel: Noise | None = None, draw=0, suppress=()) -> np.ndarray:
     """The token chosen for each of `positions`, which are the chosen tokens' own, not those the logits were read at."""
+    return scores_of(logits, positions, temperature, gumbel, draw, suppress).argmax(axis=-1)
+
+
+def scores_of(logits, positions, temperature=0.0, gumbel: Noise | None = None, draw=0, suppress=()) -> np.ndarray:
+    """What the choice is the largest of: logits with noise, without the suppressed tokens."""
     scores = logits.copy()
     scores[:, list(suppress)] = -np.inf
     if temperature > 0:
@@ -250,7 +267,7 @@ def choices(logits, positions, temperature=0.0, gumbel: Noise | None = None, dra
             raise ValueError("a temperature needs gumbel noise")
         for score, position in zip(scores, positions, strict=True):
             score += np.float32(temperature) * gumbel(int(position), draw)
-    return scores.argmax(axis=-1)
+    return scores
 
 
 class _Row:
@@ -262,8 +279,9 @@ class _Row:
         self.tokens = [int(token) for token in prompt]
         self.positions = list(range(len(prompt)))
         self.sees = _causal(len(prompt))
-        self.order = []  # of the response tokens only
+        self.order, self.fused_order = [], []  # of the response tokens only
         self.slot_cut = False
+        self.margin = np.inf
 
     def positions_of(self, slots) -> np.ndarray:
         starts = self.prompt_length + self.slot_size * np.array(slots)
@@ -277,20 +295,32 @@ class _Row:
             self._extended(mask),
         )[len(self.tokens) :]
 
-    def draft(self, slots, temperature, gumbel, draw, suppress) -> tuple[np.ndarray, np.ndarray]:
-        """Proposals for every token of the slots and their probabilities, each (slots, slot_size)."""
+    def draft_and_select(self, slots, slot_threshold, temperature, gumbel, draw, suppress):
+        """Proposals for every token of the slots, (slots, slot_size), and the indices of the slots to verify."""
+        shape = (len(slots), self.slot_size)
         positions = self.positions_of(slots)
         logits = self.forward([self.mask_id] * len(positions), positions, _causal(len(positions)))
-        tokens = choices(logits, positions, temperature, gumbel, draw, suppress)
-        probability = softmax(logits)[np.arange(len(tokens)), tokens]
-        return tokens.reshape(-1, self.slot_size), probability.reshape(-1, self.slot_size)
+        scores = scores_of(logits, positions, temperature, gumbel, draw, suppress)
+        draft, gaps = scores.argmax(axis=-1).reshape(shape), _choice_gaps(scores).reshape(shape)
+        first_probability = softmax(logits[:: self.slot_size])[np.arange(len(slots)), draft[:, 0]]
 
-    def commit(self, tokens, positions, mask, forward_index):
+        picked = _select(first_probability, slot_threshold)
+        self.note(gaps[:, 0], gaps[picked], _threshold_gaps(first_probability, slot_threshold))
+        if len(slots) > 1 and not (first_probability > slot_threshold).any():
+            self.note(_choice_gaps(np.log(first_probability)))
+        return picked, draft
+
+    def note(self, *gaps):
+        """Decisions with these distances from their opposites have mattered."""
+        self.margin = min(self.margin, *(float(np.min(gap, initial=np.inf)) for gap in gaps))
+
+    def commit(self, tokens, positions, mask, forward_index, fused_index=None):
         """Commit the front of a query; `mask` is what its tokens saw of each other."""
         self.sees = self._extended(mask)
         self.tokens += [int(token) for token in tokens]
         self.positions += [int(position) for position in positions]
         self.order += [forward_index] * len(tokens)
+        self.fused_order += [fused_index] * len(tokens)
         self.slot_cut |= len(tokens) % self.slot_size != 0
 
     def _extended(self, mask) -> np.ndarray:
@@ -301,10 +331,13 @@ class _Row:
         sees[old:, old:] = mask
         return sees
 
+    def in_position_order(self, values) -> list[int]:
+        """Values of the response tokens, given in the order of commitment."""
+        return [values[i] for i in np.argsort(self.positions[self.prompt_length :])]
+
     def result(self, forwards, **counts) -> DecodeResult:
-        response = zip(self.positions[self.prompt_length :], self.tokens[self.prompt_length :], self.order, strict=True)
-        positions, tokens, order = map(list, zip(*sorted(response), strict=True))
-        return DecodeResult(tokens, positions, order, forwards, self.slot_cut, **counts)
+        response = (self.tokens[self.prompt_length :], self.positions[self.prompt_length :], self.order)
+        return DecodeResult(*map(self.in_position_order, response), forwards, self.slot_cut, self.margin, **counts)
 
 
 def _serial_blocks(gen_length, slot_size, serial_num_blocks) -> list[list[int]]:
@@ -336,6 +369,26 @@ def _probability_at_previous(logits, tokens) -> np.ndarray:
     probability = probability.reshape(tokens.shape)
     probability[:, 0] = 0
     return probability
+
+
+def _threshold_gaps(probability, threshold) -> np.ndarray:
+    """Distances of logarithms. Thresholds 0 and 1 are safe: rounding takes no probability across them."""
+    if not 0 < threshold < 1:
+        return np.full(probability.shape, np.inf)
+    with np.errstate(divide="ignore"):
+        return np.abs(np.log(probability) - np.log(threshold))
+
+
+def _choice_gaps(scores) -> np.ndarray:
+    """By how much the largest score leads, along the last axis."""
+    second, largest = np.moveaxis(np.partition(scores, -2, axis=-1)[..., -2:], -1, 0)
+    return largest - second
+
+
+def _reached(passed) -> np.ndarray:
+    """Where everything before a token in its slot passed, so that its own pass matters."""
+    before = np.logical_and.accumulate(passed, axis=1)[:, :-1]
+    return np.hstack([np.ones_like(passed[:, :1]), before])
 
 
 def _first_of_slot(tokens) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
 
-OURS = train.Turn(seconds=2.0, tokens=3000, step_seconds=[0.5, 0.5, 1.0], waited=0.1)
+OURS = train.Turn(seconds=2.0, tokens=3000, step_seconds=[0.5, 0.5, 1.0], waited=0.1, page_faults=10)
 THEIRS = train.Turn(seconds=4.0, tokens=3000, step_seconds=[2.0, 2.0])
 
 
@@ -27,6 +27,7 @@ def test_summary_compares_within_rounds():
     assert summary["tokens_per_second"] == {"median": 2250.0, "min": 1500.0, "max": 3000.0}
     assert summary["step_ms"] == {"median": 500.0, "min": 250.0, "max": 1000.0}
     assert summary["tokens_per_step"] == 1200
+    assert summary["page_faults_per_step"] == 2
     assert summary["data_wait_share"] == pytest.approx(0.1 / 3)
     assert summary["matmul"][0]["share_reached"]["max"] == pytest.approx(0.75)
     assert summary["yardstick"]["tokens_per_second"]["median"] == 750.0

@@ -13,6 +13,8 @@ from refusion_jax.slots import NO_TARGET, TrainingView
 ROWS, LENGTH, VOCAB = 3, 10, 7
 EXAMPLES = 5
 
+compiled_loss = jax.jit(hybrid_loss, static_argnums=3)
+
 
 def make_view(seed=0, clean=True, masked=True):
     """A third of the positions without a target, a third clean, a third masked, as far as wanted."""
@@ -53,7 +55,7 @@ def plain_terms(logits, view, examples):
 @pytest.mark.parametrize(("ar_weight", "mdm_weight"), [(1.0, 1.0), (0.25, 2.0), (0.0, 1.0), (1.0, 0.0)])
 def test_terms_and_their_weighted_sum(seed, ar_weight, mdm_weight):
     view, logits = make_view(seed), make_logits(seed)
-    loss = hybrid_loss(logits, view, EXAMPLES, SlotsConfig(ar_weight=ar_weight, mdm_weight=mdm_weight))
+    loss = compiled_loss(logits, view, EXAMPLES, SlotsConfig(ar_weight=ar_weight, mdm_weight=mdm_weight))
     ar, mdm = plain_terms(logits, view, EXAMPLES)
     assert ar > 1
     assert mdm > 1
@@ -64,9 +66,8 @@ def test_terms_and_their_weighted_sum(seed, ar_weight, mdm_weight):
 @pytest.mark.parametrize("parts", [{"clean": False}, {"masked": False}, {"clean": False, "masked": False}])
 def test_a_term_without_positions_is_zero(parts):
     view = make_view(**parts)
-    gradient, loss = jax.grad(lambda x: (hybrid_loss(x, view, EXAMPLES, SlotsConfig()).total,) * 2, has_aux=True)(
-        jnp.asarray(make_logits())
-    )
+    gradient = jax.jit(jax.grad(lambda x: hybrid_loss(x, view, EXAMPLES, SlotsConfig()).total))(make_logits())
+    loss = compiled_loss(make_logits(), view, EXAMPLES, SlotsConfig()).total
     ar, mdm = plain_terms(make_logits(), view, EXAMPLES)
     assert float(loss) == pytest.approx(ar + mdm, rel=1e-5)
     assert np.isfinite(gradient).all()
@@ -74,7 +75,7 @@ def test_a_term_without_positions_is_zero(parts):
 
 def test_no_examples_give_zero():
     view = make_view(clean=False, masked=False)
-    loss = hybrid_loss(make_logits(), view, 0, SlotsConfig())
+    loss = compiled_loss(make_logits(), view, 0, SlotsConfig())
     assert (float(loss.total), float(loss.ar), float(loss.mdm)) == (0, 0, 0)
 
 
@@ -86,11 +87,11 @@ def test_only_positions_with_a_target_have_a_gradient():
 
 def test_flattened_and_bfloat16_logits():
     view, logits = make_view(), make_logits()
-    expected = hybrid_loss(logits, view, EXAMPLES, SlotsConfig())
-    flat = hybrid_loss(logits.reshape(-1, VOCAB), view, EXAMPLES, SlotsConfig())
+    expected = compiled_loss(logits, view, EXAMPLES, SlotsConfig())
+    flat = compiled_loss(logits.reshape(-1, VOCAB), view, EXAMPLES, SlotsConfig())
     assert float(flat.total) == float(expected.total)
     rounded = jnp.asarray(logits, jnp.bfloat16)
-    loss = hybrid_loss(rounded, view, EXAMPLES, SlotsConfig())
+    loss = compiled_loss(rounded, view, EXAMPLES, SlotsConfig())
     assert loss.total.dtype == jnp.float32
     # In float32 from the rounded logits on: bfloat16 sums would be off by a hundredth.
     ar, mdm = plain_terms(np.asarray(rounded.astype(jnp.float32)), view, EXAMPLES)

@@ -135,12 +135,15 @@ def pack(examples, rows=4, segments=6):
 
 def token_draws(batch, draws):
     """(example ID, response offset) -> (slot size, p, mask uniform, order key) of every response token."""
-    found = {}
+    found, draws = {}, jax.device_get(draws)
     for row, index in zip(*np.nonzero(batch.segment_ids), strict=True):
         segment = batch.segment_ids[row, index] - 1
         offset = int(batch.position_ids[row, index] - batch.prompt_lengths[row, segment])
         if offset >= 0:
-            per_segment = (np.asarray(draws.slot_sizes)[row, segment], np.asarray(draws.mask_probabilities)[row, segment])
+            per_segment = (
+                np.asarray(draws.slot_sizes)[row, segment],
+                np.asarray(draws.mask_probabilities)[row, segment],
+            )
             per_token = (np.asarray(draws.mask_uniforms)[row, index], np.asarray(draws.order_keys)[row, index])
             found[int(batch.example_ids[row, segment]), offset] = tuple(map(float, per_segment + per_token))
     return found
@@ -278,9 +281,7 @@ def test_draws_belong_to_the_example_wherever_it_stands(draw):
 def test_draws_are_equal_within_a_slot_and_differ_between(draw):
     batch = make_batch(pack(random_examples(3, 24)))
     by_slot = {}
-    for (example, offset), (size, _, *uniforms) in token_draws(
-        batch, draw(np.int32(0), batch, SlotsConfig())
-    ).items():
+    for (example, offset), (size, _, *uniforms) in token_draws(batch, draw(np.int32(0), batch, SlotsConfig())).items():
         by_slot.setdefault((example, offset // size), set()).add(tuple(uniforms))
     assert all(len(values) == 1 for values in by_slot.values())
     assert len(set.union(*by_slot.values())) == len(by_slot)

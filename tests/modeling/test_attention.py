@@ -89,9 +89,7 @@ def test_the_causal_constructor():
 
 def naive_attention(query, keys, values, visible):
     """The same with differentiable array operations: heads repeated, blocks joined, softmax of masked scores."""
-    keys, values = (
-        jnp.repeat(jnp.concatenate(blocks, axis=2), HEADS // KV_HEADS, axis=1) for blocks in (keys, values)
-    )
+    keys, values = (jnp.repeat(jnp.concatenate(blocks, axis=2), HEADS // KV_HEADS, axis=1) for blocks in (keys, values))
     scores = jnp.einsum("bthd,bhsd->bhts", query, keys) / jnp.sqrt(HEAD_DIM)
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bhsd->bthd", weights, values).reshape(BATCH, LENGTH, -1)

@@ -33,7 +33,9 @@ def test_scores_depend_on_distance_alone():
     query, key = rng.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(query_position, key_position):
-        angles = [rotary_angles(jnp.full((1, 1), position), 16, 10_000.0) for position in (query_position, key_position)]
+        angles = [
+            rotary_angles(jnp.full((1, 1), position), 16, 10_000.0) for position in (query_position, key_position)
+        ]
         return float(jnp.sum(rotate(jnp.asarray(query), *angles[0]) * rotate(jnp.asarray(key), *angles[1])))
 
     assert score(107, 100) == pytest.approx(score(7, 0), abs=1e-4)

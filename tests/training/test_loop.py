@@ -1,0 +1,213 @@
+"""Whole runs of a tiny model: what they write, that they learn, continue, and refuse before the first step."""
+
+import dataclasses
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+import refusion_jax as rf
+from refusion_jax.config import Config, ConfigError
+from refusion_jax.data import DataError, Tokenizer
+from refusion_jax.training import loop
+from refusion_jax.training.checkpoint import Checkpoints, WorkdirError, read_run_config
+from refusion_jax.training.metrics import MetricsWriter, read_metrics
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KEYS = {"step", "loss", "ar_loss", "mdm_loss", "learning_rate", "grad_norm", "tokens_per_second"}
+
+
+def with_values(config: Config, section, **values):
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def read_events(directory):
+    """(tag, step) -> value of all TensorBoard files: length, its checksum, an event and its checksum each."""
+    scalars = {}
+    for path in sorted((directory / "tensorboard").iterdir()):
+        content, start = path.read_bytes(), 0
+        while start < len(content):
+            length = int.from_bytes(content[start : start + 8], "little")
+            event = Event.FromString(content[start + 12 : start + 12 + length])
+            scalars |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            start += length + 16
+    return scalars
+
+
+def test_what_a_run_writes(tiny_run, tiny_config):
+    names = ["checkpoints", "config.json", "metrics.jsonl", "summary.json", "tensorboard", "tokenizer"]
+    assert sorted(os.listdir(tiny_run)) == names
+    assert sorted(os.listdir(tiny_run / "checkpoints")) == ["10", "20"]
+    tokenizer = Tokenizer.load(tiny_run / "tokenizer")
+    model = dataclasses.replace(
+        tiny_config.model,
+        vocab_size=tokenizer.vocab_size,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids=(tokenizer.eos_token_id,),
+        mask_token_id=tokenizer.mask_token_id,
+    )
+    assert read_run_config(tiny_run) == dataclasses.replace(tiny_config, model=model)
+
+
+def test_metrics(tiny_run, tiny_config):
+    records = read_metrics(tiny_run)
+    assert [record["step"] for record in records] == [4, 8, 12, 16, 20]
+    schedule = loop.learning_rate_schedule(tiny_config.optimizer, 20)
+    for record in records:
+        assert record.keys() >= KEYS
+        assert record["loss"] == pytest.approx(record["ar_loss"] + record["mdm_loss"], rel=1e-5)
+        assert record["learning_rate"] == pytest.approx(float(schedule(record["step"] - 1)))
+        assert record["grad_norm"] > 0
+        assert record["tokens_per_second"] > 0
+    assert {"eval_loss", "eval_ar_loss", "eval_mdm_loss"} <= records[-1].keys()
+    assert not any("eval_loss" in record for record in records[:-1])
+
+
+def test_the_loss_falls(tiny_run):
+    first, last = read_metrics(tiny_run)[0], read_metrics(tiny_run)[-1]
+    # The denoising term varies a lot with the draws; the next-token term falls from the logarithm of the vocabulary.
+    assert last["ar_loss"] < 0.8 * first["ar_loss"]
+    assert last["eval_loss"] < 0.8 * 2 * np.log(read_run_config(tiny_run).model.vocab_size)
+
+
+def test_tensorboard_has_the_same_numbers(tiny_run):
+    scalars = read_events(tiny_run)
+    records = read_metrics(tiny_run)
+    expected = {(name, r["step"]): value for r in records for name, value in r.items() if name != "step"}
+    assert scalars.keys() == expected.keys()
+    np.testing.assert_allclose([scalars[key] for key in expected], list(expected.values()), rtol=1e-6)
+
+
+def test_summary(tiny_run):
+    summary, last = json.loads((tiny_run / "summary.json").read_text()), read_metrics(tiny_run)[-1]
+    same = ("step", "loss", "ar_loss", "mdm_loss", "learning_rate", "grad_norm", "eval_loss")
+    assert {name: summary[name] for name in same} == {name: last[name] for name in same}
+    assert 0 < summary["compile_seconds"] < summary["train_seconds"]
+    assert summary["tokens_per_second"] > 0
+    assert 0 <= summary["data_wait_share"] <= 1
+
+
+def test_a_run_that_was_trained_says_so_and_stays(tiny_run, tiny_config, tmp_path, capsys):
+    copy = shutil.copytree(tiny_run, tmp_path / "run")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    loop.train(tiny_config, copy)
+    assert f"{copy} has already been trained for 20 steps." in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_an_interrupted_run_ends_as_if_nothing_had_happened(tiny_run, tiny_config, tmp_path, monkeypatch, capsys):
+    workdir, steps = tmp_path / "run", []
+
+    def interrupted(self):
+        steps.append(None)
+        if len(steps) == 15:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(tiny_config, workdir)
+    assert [record["step"] for record in read_metrics(workdir)] == [4, 8, 12]
+    assert os.listdir(workdir / "checkpoints") == ["10"]
+    assert not (workdir / "summary.json").exists()
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 16, "lo')
+
+    states = []
+    save = Checkpoints.save
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, state: (states.append(jax.device_get(state)), save(self, state))
+    )
+    loop.train(tiny_config, workdir)
+    assert "Continuing from step 10." in capsys.readouterr().out
+
+    kept = [{name: r[name] for name in KEYS - {"tokens_per_second"}} for r in read_metrics(workdir)]
+    assert kept == [{name: r[name] for name in KEYS - {"tokens_per_second"}} for r in read_metrics(tiny_run)]
+    seconds = [record["seconds"] for record in read_metrics(workdir)]
+    assert seconds == sorted(seconds)
+    # The interrupted part's are on disk too: nothing waits in a buffer.
+    assert {step for tag, step in read_events(workdir) if tag == "loss"} == {4, 8, 12, 16, 20}
+    assert (workdir / "config.json").read_bytes() == (tiny_run / "config.json").read_bytes()
+
+    restored, uninterrupted = rf.load(workdir).params, rf.load(tiny_run).params
+    assert jax.tree.structure(restored) == jax.tree.structure(uninterrupted)
+    for leaves in zip(*map(jax.tree.leaves, (restored, uninterrupted, states[-1].params)), strict=True):
+        assert np.array_equal(leaves[0], leaves[1])  # bit for bit what the run without interruption has
+        assert np.array_equal(leaves[0], leaves[2])  # and what was trained is what is loaded
+    assert int(states[-1].step) == 20
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "difference"),
+    [
+        ("optimizer", {"learning_rate": 0.5}, "optimizer.learning_rate is 0.02 there and 0.5 here"),
+        ("train", {"steps": 40}, "train.steps is 20 there and 40 here"),
+        ("model", {"hidden_size": 64}, "model.hidden_size is 32 there and 64 here"),
+        ("slots", {"sizes": (4,)}, "slots.sizes is [4, 8, 16, 32] there and [4] here"),
+    ],
+)
+def test_another_configuration_is_refused_by_field(section, values, difference, tiny_run, tiny_config):
+    before = sorted(tiny_run.rglob("*"))
+    with pytest.raises(WorkdirError) as caught:
+        loop.train(with_values(tiny_config, section, **values), tiny_run)
+    assert f"{tiny_run} already holds a run with another configuration ({difference})" in str(caught.value)
+    assert sorted(tiny_run.rglob("*")) == before
+
+
+def json_config(tiny_config, tmp_path, examples, **values):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    values = {"source": "json", "train_files": (str(path),), "eval_examples": 2} | values
+    return with_values(tiny_config, "data", **values)
+
+
+EXAMPLE = {"query": "abc", "response": "def"}
+
+
+@pytest.mark.parametrize(
+    ("examples", "values", "sentence"),
+    [
+        ([EXAMPLE] * 2, {}, "data.eval_examples is 2, but the training files have 2 examples"),
+        ([{"query": "abc", "response": " "}], {}, "no example to train on; of 1 read, 0 have an empty prompt and 1"),
+        ([{"query": "a" * 200, "response": "b"}] * 4, {}, "None of the 2 examples can be used: 2 are longer than 96"),
+        ([EXAMPLE, {"query": "abc"}], {}, "line 2: expected the field 'response'"),
+        ([EXAMPLE] * 4, {"tokenizer_vocab_size": 8}, "A tokenizer of 8 tokens is too small"),
+        ([EXAMPLE] * 4, {"train_files": ("nowhere.jsonl",)}, "nowhere.jsonl: there is no such file."),
+        ([EXAMPLE] * 4, {"tokenizer": "nowhere.model"}, "nowhere.model: there is no such tokenizer file."),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_anything_is_written(
+    examples, values, sentence, tiny_config, tmp_path
+):
+    with pytest.raises(DataError) as caught:
+        loop.train(json_config(tiny_config, tmp_path, examples, **values), tmp_path / "run")
+    assert sentence in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_small_is_refused(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size is 40, too small for the tokenizer's \d+ tokens; use 0"):
+        loop.train(with_values(tiny_config, "model", vocab_size=40), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_cannot_be_split_is_refused(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_mesh", lambda config: SimpleNamespace(size=3))
+    with pytest.raises(
+        ConfigError, match=r"^train\.batch_size is 4, not divisible by the 3 devices it is split over\.$"
+    ):
+        loop.train(tiny_config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configured_vocabulary_may_be_larger(tiny_config, tiny_run):
+    tokenizer = Tokenizer.load(tiny_run / "tokenizer")
+    resolved = loop.resolve(with_values(tiny_config, "model", vocab_size=64), tokenizer)
+    assert resolved.model.vocab_size == 64
+    assert loop.resolve(tiny_config, tokenizer).model.vocab_size == tokenizer.vocab_size
