@@ -48,7 +48,7 @@ def load(path: str | Path) -> Model:
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")
-    if (directory / CHECKPOINTS_NAME).is_dir():
+    if (directory / CHECKPOINTS_NAME).is_dir() or (directory / TOKENIZER_NAME).is_dir():
         run = read_run_config(directory)
         params = restore_params(directory, run.model)
         return Model(run.model, Transformer(run.model), params, Tokenizer.load(directory / TOKENIZER_NAME), run.decode)
@@ -119,7 +119,10 @@ def generate(
     result = decode_prompts(model.module, model.params, tokens, configs, seed, batch_size, on_progress)
     if model.tokenizer is None:
         return result
-    return dataclasses.replace(result, text=[model.tokenizer.decode(response) for response in result.tokens])
+    # A model's vocabulary may be padded beyond its tokenizer's; such tokens have no text.
+    size = model.tokenizer.vocab_size
+    texts = [model.tokenizer.decode(token for token in response if token < size) for response in result.tokens]
+    return dataclasses.replace(result, text=texts)
 
 
 def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
@@ -132,4 +135,6 @@ def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
         return [int(token) for token in prompt]
     if model.tokenizer is None:
         raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs.")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError("The prompt has half a surrogate pair, which is no Unicode text.")
     return model.tokenizer.encode(prompt)

@@ -194,6 +194,7 @@ class TrainConfig:
         _require_minimum(
             "train", self, steps=1, batch_size=1, seed=0, log_every=1, eval_every=0, eval_decode_examples=0
         )
+        _require(self.seed < 2**31, f"train.seed is {self.seed}; it must be below 2**31.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ flags.DEFINE_string("input", None, "JSON-lines file of prompts.", flag_values=FL
 flags.DEFINE_string("output", None, "JSON-lines file to write.", flag_values=FLAGS)
 flags.DEFINE_string("prompt_field", "prompt", "Field of the input that holds the prompt.", flag_values=FLAGS)
 flags.DEFINE_integer("batch_size", 32, "Prompts decoded at once.", flag_values=FLAGS)
-flags.DEFINE_integer("seed", 0, "Seed of sampling.", flag_values=FLAGS)
+flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=2**31 - 1, flag_values=FLAGS)
 
 _DEFINE: dict[type, Callable[..., Any]] = {
     str: flags.DEFINE_string,
@@ -81,9 +81,11 @@ def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig) -> b
         lines = Path(args.input).read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"--input {args.input} cannot be read: {error.strerror}.") from error
+    _check_writable(Path(args.output))
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    records = [_read_line(model, line, number, args.prompt_field, config) for number, line in numbered]
-    good = [record for record in records if "error" not in record]
+    read = [_read_line(model, line, number, args.prompt_field, config) for number, line in numbered]
+    records = [record for record, _ in read]
+    good = [record for record, is_good in read if is_good]
     start = time.perf_counter()
     result = generate(
         model,
@@ -106,35 +108,50 @@ def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig) -> b
     return len(good) == len(records)
 
 
-def _read_line(model: Model, line: bytes, number: int, prompt_field: str, config: DecodeConfig) -> dict[str, Any]:
-    """The object of a line; with "line" and "error" where it cannot be answered."""
+def _read_line(
+    model: Model, line: bytes, number: int, prompt_field: str, config: DecodeConfig
+) -> tuple[dict[str, Any], bool]:
+    """The object of a line and whether it can be answered; if not, it has "line" and "error"."""
+
+    def bad(error: str, record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        return record | {"line": number, "error": error}, False
+
     try:
-        record = json.loads(line.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return {"line": number, "error": f"Not JSON in UTF-8: {error}."}
+        record = json.loads(line.decode("utf-8-sig"))
+        json.dumps(record, ensure_ascii=False).encode()  # escapes can spell half a surrogate pair
+    except (ValueError, RecursionError) as error:
+        return bad(f"Not JSON in UTF-8: {error}.", {})
     if not isinstance(record, dict):
-        return {"line": number, "error": f"A JSON object was expected, not {type(record).__name__}."}
+        return bad(f"A JSON object was expected, not {type(record).__name__}.", {})
     prompt = record.get(prompt_field)
     if not _is_prompt(prompt):
-        fields = ", ".join(record) or "none"
-        return record | {"line": number, "error": f"{prompt_field!r} must be text or token IDs; fields here: {fields}."}
+        return bad(f"{prompt_field!r} must be text or token IDs; fields here: {', '.join(record) or 'none'}.", record)
     try:
         check_request(encode_prompt(model, prompt), config, model.config)
     except ConfigError as error:
-        return record | {"line": number, "error": str(error)}
-    return record
+        return bad(str(error), record)
+    return record, True
 
 
 def _is_prompt(value: Any) -> TypeGuard[str | list[int]]:
     return isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))
 
 
+def _check_writable(path: Path) -> None:
+    """Refuses a path that cannot be written before any work is spent on it."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        reason = "it is a directory" if path.is_dir() else f"{path.parent} is not a directory one can write to"
+        raise ConfigError(f"--output {path} cannot be written: {reason}.")
+
+
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
     temporary = path.with_name(path.name + ".tmp")
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     try:
-        temporary.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise ConfigError(f"--output {path} cannot be written: {error}.") from error
 
 

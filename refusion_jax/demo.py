@@ -47,6 +47,8 @@ class Score:
 
 def main(args: flags.FlagValues) -> None:
     """Decodes, prints and writes the summary."""
+    if args.prompts < 1:
+        raise ConfigError(f"--prompts is {args.prompts}; decode at least one.")
     keep_freed_memory()
     run_directory = Path(args.checkpoint)
     run = read_run_config(run_directory)
@@ -73,10 +75,11 @@ def evaluate(
     start = time.perf_counter()
     result = generate(model, [example.prompt for example in examples], config, batch_size=batch_size)
     seconds = time.perf_counter() - start
-    assert result.text is not None
+    assert model.tokenizer is not None  # every run has one
     right: dict[str, list[bool]] = {task: [] for task in TASKS}
-    for example, text, reason in zip(examples, result.text, result.finish_reason, strict=True):
-        right[task_of(example.prompt)].append(text == example.response and reason == "eos")
+    for example, tokens in zip(examples, result.tokens, strict=True):
+        gold = [*model.tokenizer.encode(example.response), model.tokenizer.eos_token_id]
+        right[task_of(example.prompt)].append(tokens == gold)
     by_task = {task: sum(answers) / len(answers) for task, answers in right.items() if answers}
     exact_match = sum(sum(answers) for answers in right.values()) / len(examples)
     return result, Score(exact_match, sum(map(len, result.tokens)) / sum(result.forwards), by_task, seconds)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from refusion_jax.config import ConfigError, ModelConfig, nearest
+from refusion_jax.config import ConfigError, ModelConfig, from_dict, nearest
 
 PARAM_PATHS: dict[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("embed_tokens", "embedding"),
@@ -21,6 +21,17 @@ LAYER_PARAM_PATHS: dict[str, tuple[str, ...]] = {
     **{f"self_attn.{name}.weight": ("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     **{f"self_attn.{name}.weight": ("self_attn", name, "scale") for name in ("q_norm", "k_norm")},
     **{f"mlp.{name}.weight": ("mlp", name, "kernel") for name in ("gate_proj", "up_proj", "down_proj")},
+}
+
+REFUSION_MASK_TOKEN_ID = 151_670
+
+# What changes a Qwen3's computation, and its value in those that can be loaded.
+_PLAIN = {
+    "rope_scaling": None,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "quantization_config": None,
 }
 
 
@@ -38,16 +49,23 @@ def read_model_config(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; a Hugging Face directory has a config.json beside its weights.")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON (line {error.lineno}): {error.msg}.") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
     if values.get("model_type") != "qwen3":
         raise CheckpointError(f"{path} describes model_type {values.get('model_type')!r}; only 'qwen3' can be loaded.")
-    for field, plain in (("rope_scaling", None), ("attention_bias", False), ("use_sliding_window", False)):
+    for field, plain in _PLAIN.items():
         if values.get(field, plain) not in (plain, None):
             raise CheckpointError(
                 f"{path} sets {field} to {values[field]!r}, which is not supported; only {plain!r} is."
             )
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise CheckpointError(f"{path} sets rope_parameters to {rope!r}, which is not supported; only plain RoPE is.")
     try:
         return _model_config(values)
     except KeyError as error:
@@ -58,7 +76,6 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 def _model_config(values: dict[str, Any]) -> ModelConfig:
     eos = values["eos_token_id"]
-    vocab_size = values["vocab_size"]
     shape = {
         field: values[field]
         for field in (
@@ -66,17 +83,16 @@ def _model_config(values: dict[str, Any]) -> ModelConfig:
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
         )
     }  # fmt: skip
-    rope_theta = values["rope_theta"] if "rope_theta" in values else values["rope_parameters"]["rope_theta"]
-    return ModelConfig(
-        **shape,
-        rope_theta=float(rope_theta),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-        # A plain Qwen3 has neither: the published ReFusion adds its mask at the end of the vocabulary.
-        mask_token_id=_first(values.get("mask_token_id"), vocab_size - 1),
-        pad_token_id=_first(values.get("pad_token_id"), 0),
-        dtype="float32",
-        param_dtype="float32",
-    )
+    rope = values.get("rope_parameters") or {}
+    last_token = values["vocab_size"] - 1 if isinstance(values["vocab_size"], int) else REFUSION_MASK_TOKEN_ID
+    given = shape | {
+        "rope_theta": rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"],
+        "eos_token_ids": eos if isinstance(eos, list) else [eos],
+        # A plain Qwen3 names neither; its vocabulary has room for the mask of the published ReFusion.
+        "mask_token_id": _first(values.get("mask_token_id"), min(REFUSION_MASK_TOKEN_ID, last_token)),
+        "pad_token_id": _first(values.get("pad_token_id"), 0),
+    }
+    return from_dict(ModelConfig, given)  # which checks the types too
 
 
 def _first(value: int | None, default: int) -> int:
@@ -107,7 +123,12 @@ def read_params(directory: Path, config: ModelConfig) -> dict[str, Any]:
 
 def _open_tensors(directory: Path) -> dict[str, Any]:
     """Maps tensor name, without a leading `model.`, to the open file that holds it and its full name."""
-    files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}.") from error
+    files = sorted(directory.glob("*.safetensors") if listed is None else {directory / name for name in listed})
     if not files:
         raise CheckpointError(f"{directory} holds no .safetensors file; weights in other formats cannot be loaded.")
     tensors: dict[str, Any] = {}

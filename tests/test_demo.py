@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 
@@ -22,13 +23,23 @@ EXAMPLES = [
     Example("A:klm?", "kkkkllllmmmm=mlk."),
     Example("R:aaaa?", "a>a>a>a."),
 ]
+TEXTS = ["a>b>c>d.", "5,6,7,8,9,10.", "d>c>b>b.", "kkkkllllmmmm=mlk", "a>a>a>a."]
+EOS, PAD = 1, 0
+
+
+def encode(text):
+    return list(map(ord, text))
+
+
+MODEL = types.SimpleNamespace(tokenizer=types.SimpleNamespace(encode=encode, eos_token_id=EOS))
 GENERATION = Generation(
-    tokens=[[4] * 9, [4] * 14, [4] * 9, [4] * 18, [4] * 8],
-    text=["a>b>c>d.", "5,6,7,8,9,10.", "d>c>b>b.", "kkkkllllmmmm=mlk", "a>a>a>a."],
+    # The fourth reads right up to its missing end and has a pad before it; the last is right, but did not end.
+    tokens=[*([*encode(text), EOS] for text in TEXTS[:3]), [*encode(TEXTS[3]), PAD, EOS], encode(TEXTS[4])],
+    text=TEXTS,
     committed=[],
     order=[[0] * 4 + [1] * 5, [0] * 13 + [40], [0] * 9, [2] * 17 + [3], [1] * 8],
     forwards=[2, 5, 1, 4, 3],
-    finish_reason=["eos", "eos", "eos", "eos", "length"],  # the last text is right, but it did not end
+    finish_reason=["eos", "eos", "eos", "eos", "length"],
     tpf=[],
 )
 
@@ -39,7 +50,7 @@ def generated(monkeypatch):
 
 
 def test_exact_match_and_tokens_per_forward(generated):
-    result, score = demo.evaluate(None, EXAMPLES, DecodeConfig(), batch_size=16)
+    result, score = demo.evaluate(MODEL, EXAMPLES, DecodeConfig(), batch_size=16)
     assert result is GENERATION
     assert score.exact_match == 2 / 5
     assert score.by_task == {"R": 1 / 3, "Q": 1.0, "A": 0.0}

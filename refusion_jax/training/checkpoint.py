@@ -130,13 +130,14 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
       CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
     """
     directory = (workdir / CHECKPOINTS_NAME).absolute()
+    nothing = f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
+    if not directory.is_dir():
+        raise CheckpointError(nothing)
     options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
     with ocp.CheckpointManager(directory, options=options) as manager:
         step = manager.latest_step()
         if step is None:
-            raise CheckpointError(
-                f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
-            )
+            raise CheckpointError(nothing)
         tokens = jnp.zeros((1, 1), jnp.int32)
         shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

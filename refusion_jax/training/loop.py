@@ -1,7 +1,9 @@
 """A training run from configuration to checkpoint."""
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +139,13 @@ class _Run:
         config, start = self.config.train, int(state.step)
         batches = make_batches(self.config.data, self.dataset.train, seed=config.seed, batch_size=config.batch_size)
         reader = iterate(batches, start, read_threads=self.config.data.read_threads, prefetch=self.config.data.prefetch)
-        seed = jnp.int32(config.seed)
         writer = MetricsWriter(self.workdir, start, config.steps)
+        with contextlib.closing(reader), contextlib.closing(writer):
+            self._loop(state, reader, writer)
+
+    def _loop(self, state: TrainState, reader: Iterator[dict[str, np.ndarray]], writer: MetricsWriter) -> None:
+        config, start = self.config.train, int(state.step)
+        seed = jnp.int32(config.seed)
         seconds_before = writer.last.get("seconds", 0.0)
         total, interval, compile_seconds = _Interval(), _Interval(), 0.0
         since = time.perf_counter()
@@ -169,9 +176,7 @@ class _Run:
                 interval, since = _Interval(), time.perf_counter()
             if step == config.steps or step % self.config.checkpoint.save_every == 0:
                 self.checkpoints.save(state)
-        reader.close()
         self.checkpoints.close()
-        writer.close()
         seconds = seconds_before + time.perf_counter() - self.began
         self._summarise(writer.last, total, compile_seconds, seconds)
 

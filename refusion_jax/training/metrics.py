@@ -40,6 +40,7 @@ class MetricsWriter:
         for name, value in record.items():
             if name != "step":
                 self._board.add_scalar(name, value, record["step"])
+        self._board.flush()
         self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
         self.last = record
 

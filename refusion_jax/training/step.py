@@ -61,7 +61,7 @@ def make_train_step(
 
         grads, loss = jax.grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = Metrics(loss, optax.global_norm(grads), jnp.sum(batch.segment_ids > 0))
+        metrics = Metrics(loss, optax.tree.norm(grads), jnp.sum(batch.segment_ids > 0))
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
     everywhere = replicated(mesh)

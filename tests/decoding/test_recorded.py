@@ -63,24 +63,29 @@ def compiled(count_compilations):
         yield names
 
 
-@pytest.mark.parametrize("batch_size", [1, 8], ids=["alone", "mixed"])
-def test_recorded_cases(model, compiled, monkeypatch, batch_size):
+def shuffled_cases():
+    cases = read_cases()
+    return [cases[index] for index in np.random.default_rng(0).permutation(len(cases))]
+
+
+def generate(model, cases, batch_size):
+    prompts, configs = [case["prompt"] for case in cases], list(map(decode_config, cases))
+    return api.generate(model, prompts, configs, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(480, 1), (480, 8), (40, 40)], ids=["alone", "mixed", "forty rows"])
+def test_recorded_cases(model, compiled, monkeypatch, count, batch_size):
     # One response bucket for all: on two cores a compilation costs more than decoding all cases.
     monkeypatch.setattr(batching, "MIN_RESPONSE_BUCKET", 256)
-    cases = read_cases()
-    cases = [cases[index] for index in np.random.default_rng(0).permutation(len(cases))]
-    check(
-        cases,
-        api.generate(model, [case["prompt"] for case in cases], list(map(decode_config, cases)), batch_size=batch_size),
-    )
-    # Whatever the settings, both ways together stay below ten.
+    cases = shuffled_cases()[:count]
+    check(cases, generate(model, cases, batch_size))
+    # Whatever the settings, all ways together stay below ten.
     assert compiled.count("jit(decode_loop)") < 10
 
 
 def test_cases_mix_within_batches():
     """What the mixed test relies on: a batch of 8 holds several algorithms, slot sizes, thresholds and lengths."""
-    cases = read_cases()
-    cases = [cases[index] for index in np.random.default_rng(0).permutation(len(cases))]
+    cases = shuffled_cases()
     for start in range(0, len(cases), 8):
         batch = cases[start : start + 8]
         assert len({case["file"] for case in batch}) > 1
