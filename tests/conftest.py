@@ -1,7 +1,10 @@
 """What several test files share: quick compilation, and one tiny trained run."""
 
 import contextlib
+import os
 from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: two threads only spin on matrices this small
 
 import jax
 import pytest

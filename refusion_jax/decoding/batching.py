@@ -162,7 +162,6 @@ def make_request(
         slot_starts=offsets // sizes[:, None] * sizes[:, None],
         blocks=offsets // block_lengths[:, None],
         is_response=offsets < lengths[:, None],
-        slot_sizes=sizes,
         self_correcting=per_row([c.algorithm == "self_correcting" for c in configs], np.bool_, True),
         redraft=per_row([c.redraft for c in configs], np.bool_, False),
         slot_thresholds=per_row([c.slot_threshold for c in configs], np.float32, 0),

@@ -37,7 +37,6 @@ class Request(flax.struct.PyTreeNode):
       slot_starts: (batch, capacity) int32, the offset at which its slot begins.
       blocks: (batch, capacity) int32, its serial block.
       is_response: (batch, capacity) bool, False beyond the row's own length.
-      slot_sizes: (batch,) int32.
       self_correcting: (batch,) bool, which of the two algorithms.
       redraft: (batch,) bool.
       slot_thresholds, token_thresholds, temperatures: (batch,) float32.
@@ -50,7 +49,6 @@ class Request(flax.struct.PyTreeNode):
     slot_starts: jax.Array
     blocks: jax.Array
     is_response: jax.Array
-    slot_sizes: jax.Array
     self_correcting: jax.Array
     redraft: jax.Array
     slot_thresholds: jax.Array
@@ -290,8 +288,8 @@ def _after_infill_verify(request: Request, state: DecodeState, reading: Reading)
     done = ~_any(chosen & ~passed)
     accepted = done & chosen & (_offsets(request) <= _first(chosen & _is_eos(request, state.tokens)))
     rounds = state.rounds + 1
-    # The authors count the loop entry that finds nothing left to do, up to one entry per token of a slot.
-    state = _record(state, done[:, 0], state.num_chosen, jnp.minimum(rounds + 1, request.slot_sizes))
+    # The authors also count the loop entry that finds nothing left to do.
+    state = _record(state, done[:, 0], state.num_chosen, rounds + 1)
     state = state.replace(
         open=still_open & ~(done & chosen),
         chosen=chosen & ~done,

@@ -144,7 +144,7 @@ def test_seed_and_index_decide_what_is_drawn(params):
 def test_tokens_end_at_the_first_eos(params):
     prompts = [[token, 9] for token in range(8, 32)]
     settings = DecodeConfig(
-        algorithm="paper", gen_length=16, slot_size=2, slot_threshold=0.3, token_threshold=0.05, temperature=1.5
+        algorithm="paper", gen_length=16, slot_size=2, slot_threshold=0.5, token_threshold=0.5, temperature=1.0
     )
     result = decode_prompts(MODULE, params, prompts, [settings] * len(prompts), batch_size=8)
     for tokens, committed, order, reason in zip(
@@ -155,7 +155,9 @@ def test_tokens_end_at_the_first_eos(params):
         assert tokens == (committed[: ends[0] + 1] if ends else committed)
         assert len(order) == len(committed) and (ends or len(committed) == 16)
     assert set(result.finish_reason) == {"eos", "length"}
-    assert result.tokens != result.committed, "no EOS was overtaken by an earlier one"
+    assert any(sum(token in CONFIG.eos_token_ids for token in committed) > 1 for committed in result.committed), (
+        "no EOS was overtaken by an earlier one"
+    )
 
 
 def device_request(prompts, settings, batch):
