@@ -13,8 +13,9 @@ demo: $(VENV)/installed
 	$(BIN)/python train.py --config=configs/demo.py --workdir=$(DEMO_RUN)
 	$(BIN)/python -m refusion_jax.demo --checkpoint=$(DEMO_RUN)
 
+# Files run side by side: most of the time is XLA compiling, which uses one core.
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # pytest exits with 5 when it selected no test: no test is slow, which is no failure.
 test-slow: $(VENV)/installed-test
