@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
-from refusion_jax.data import Tokenizer
+from refusion_jax.data import DataError, Tokenizer
 from refusion_jax.data.tokenizers import MODEL_NAME
 from refusion_jax.decoding import Generation, decode_prompts
 from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
@@ -51,10 +52,18 @@ def load(path: str | Path) -> Model:
     if (directory / CHECKPOINTS_NAME).is_dir() or (directory / TOKENIZER_NAME).is_dir():
         run = read_run_config(directory)
         params = restore_params(directory, run.model)
-        return Model(run.model, Transformer(run.model), params, Tokenizer.load(directory / TOKENIZER_NAME), run.decode)
+        run_tokenizer = _load_tokenizer(directory / TOKENIZER_NAME)
+        return Model(run.model, Transformer(run.model), params, run_tokenizer, run.decode)
     config = read_model_config(directory)
-    tokenizer = Tokenizer.load(directory) if (directory / MODEL_NAME).is_file() else None
+    tokenizer = _load_tokenizer(directory) if (directory / MODEL_NAME).is_file() else None
     return Model(config, Transformer(config), read_params(directory, config), tokenizer, DecodeConfig())
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(path)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
@@ -68,7 +77,7 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
       (batch, length, vocab_size) float32.
 
     Raises:
-      ConfigError: when the shapes differ or a token lies outside the vocabulary.
+      ConfigError: when the shapes differ, or a token or position lies outside what the model has.
     """
     tokens, position_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(position_ids, jnp.int32)
     if tokens.ndim != 2 or tokens.shape != position_ids.shape:
@@ -77,6 +86,8 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
         )
     if bool(jnp.any((tokens < 0) | (tokens >= model.config.vocab_size))):
         raise ConfigError(f"tokens must lie in [0, {model.config.vocab_size}), the vocabulary.")
+    if bool(jnp.any((position_ids < 0) | (position_ids >= model.config.max_position_embeddings))):
+        raise ConfigError(f"position_ids must lie in [0, {model.config.max_position_embeddings}), the model's maximum.")
     return _logits(model.module, model.params, tokens, position_ids)
 
 
@@ -87,7 +98,7 @@ def _logits(module: Transformer, params: Any, tokens: jax.Array, position_ids: j
 
 def generate(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     config: DecodeConfig | Sequence[DecodeConfig] | None = None,
     *,
     seed: int = 0,
@@ -109,13 +120,20 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ConfigError("prompts is a single text; give a list of prompts.")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; decode at least one row at once.")
+    prompts = list(prompts)
+    if any(_is_whole(prompt) for prompt in prompts):
+        raise ConfigError("prompts is a single list of token IDs; give a list of prompts.")
+    if not _is_whole(batch_size) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once.")
+    if not _is_whole(seed) or not 0 <= seed < 2**31:
+        raise ConfigError(f"seed is {seed!r}; it must be a whole number in [0, 2**31).")
     config = model.decode if config is None else config
     configs = [config] * len(prompts) if isinstance(config, DecodeConfig) else list(config)
+    if not all(isinstance(each, DecodeConfig) for each in configs):
+        raise ConfigError("config holds something other than a DecodeConfig; give one, or one per prompt.")
     if len(configs) != len(prompts):
         raise ConfigError(f"{len(configs)} configs for {len(prompts)} prompts; give one, or one per prompt.")
-    tokens = [encode_prompt(model, prompt) for prompt in prompts]
+    tokens = [_encode_numbered(model, index, prompt) for index, prompt in enumerate(prompts)]
     result = decode_prompts(model.module, model.params, tokens, configs, seed, batch_size, on_progress)
     if model.tokenizer is None:
         return result
@@ -125,16 +143,33 @@ def generate(
     return dataclasses.replace(result, text=texts)
 
 
+def _encode_numbered(model: Model, index: int, prompt: Prompt) -> list[int]:
+    try:
+        return encode_prompt(model, prompt)
+    except ConfigError as error:
+        raise ConfigError(f"Prompt {index}: {error}") from error
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
     """Token IDs of a prompt.
 
     Raises:
-      ConfigError: for a text when the model has no tokenizer.
+      ConfigError: for a text when the model has no tokenizer or it does not know all characters; for a list that does
+        not hold token IDs.
     """
     if not isinstance(prompt, str):
+        if not all(map(_is_whole, prompt)):
+            raise ConfigError("The prompt holds something other than token IDs, which are whole numbers.")
         return [int(token) for token in prompt]
     if model.tokenizer is None:
-        raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs.")
+        raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs (decode.py: in --input).")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ConfigError("The prompt has half a surrogate pair, which is no Unicode text.")
-    return model.tokenizer.encode(prompt)
+    tokens = model.tokenizer.encode(prompt)
+    if model.tokenizer.unk_token_id in tokens:
+        raise ConfigError("The prompt has characters that the tokenizer does not know.")
+    return tokens

@@ -119,6 +119,9 @@ def run(
         return
     try:
         main(parse(arguments, flag_values, required))
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
             raise

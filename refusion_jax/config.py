@@ -8,9 +8,12 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 ALGORITHMS = ("self_correcting", "paper")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,13 +39,30 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{field} is {value!r}, not one of {', '.join(choices)}.{nearest(str(value), choices)}")
+    _require(value in choices, f"{field} is {value!r}, not one of {', '.join(choices)}.")
+
+
+_KINDS: dict[Any, tuple[type, ...]] = {
+    int: (numbers.Integral,),
+    float: (numbers.Real,),
+    bool: (bool, np.bool_),
+    str: (str,),
+}
+
+
+def _require_types(section: str, config: Any) -> None:
+    """Every plain field has its declared type; a whole number is no truth value, NumPy's scalars are welcome."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value, is_flag = getattr(config, name), isinstance(getattr(config, name), bool)
+        if kind in _KINDS:
+            ok = isinstance(value, _KINDS[kind]) and is_flag <= (kind is bool)
+            _require(ok, f"{section}.{name} is {value!r}; it must be of type {kind.__name__}.")
 
 
 def _require_minimum(section: str, config: Any, **minimums: float) -> None:
     for field, minimum in minimums.items():
         value = getattr(config, field)
-        ok = isinstance(value, int | float) and math.isfinite(value) and value >= minimum
+        ok = math.isfinite(value) and value >= minimum
         _require(ok, f"{section}.{field} is {value!r}; it must be a number of at least {minimum}.")
 
 
@@ -75,6 +95,7 @@ class ModelConfig:
     scan_unroll: int = 1
 
     def __post_init__(self) -> None:
+        _require_types("model", self)
         _require_minimum(
             "model", self, vocab_size=0, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=2, max_position_embeddings=1, initializer_range=0, scan_unroll=1,
@@ -134,6 +155,7 @@ class DataConfig:
     prefetch: int = 8
 
     def __post_init__(self) -> None:
+        _require_types("data", self)
         _require_choice("data.source", self.source, SOURCES)
         _require_choice("data.tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         _require_minimum(
@@ -165,6 +187,7 @@ class SlotsConfig:
     mdm_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        _require_types("slots", self)
         _require(
             len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes),
             f"slots.sizes is {self.sizes}; give at least one slot size, each a whole number of at least 1.",
@@ -191,6 +214,7 @@ class TrainConfig:
     eval_decode_examples: int = 64
 
     def __post_init__(self) -> None:
+        _require_types("train", self)
         _require_minimum(
             "train", self, steps=1, batch_size=1, seed=0, log_every=1, eval_every=0, eval_decode_examples=0
         )
@@ -211,6 +235,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        _require_types("optimizer", self)
         _require_minimum("optimizer", self, learning_rate=0, warmup_steps=0, final_ratio=0, weight_decay=0)
         for field in ("beta1", "beta2"):
             value = getattr(self, field)
@@ -228,6 +253,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
+        _require_types("checkpoint", self)
         _require_minimum("checkpoint", self, save_every=1, keep=1)
 
 
@@ -241,6 +267,7 @@ class MeshConfig:
     fsdp: int = -1
 
     def __post_init__(self) -> None:
+        _require_types("mesh", self)
         for field in ("data", "fsdp"):
             value = getattr(self, field)
             _require(value == -1 or value >= 1, f"mesh.{field} is {value}; give a number of devices or -1 (the rest).")
@@ -269,12 +296,12 @@ class DecodeConfig:
     suppress_special: bool = False
 
     def __post_init__(self) -> None:
+        _require_types("decode", self)
         _require_choice("decode.algorithm", self.algorithm, ALGORITHMS)
         _require_minimum("decode", self, gen_length=1, slot_size=1, serial_num_blocks=1, temperature=0)
         for field in ("slot_threshold", "token_threshold"):
             value = getattr(self, field)
-            ok = isinstance(value, int | float) and 0 <= value <= 1
-            _require(ok, f"decode.{field} is {value!r}; a probability threshold must lie in [0, 1].")
+            _require(0 <= value <= 1, f"decode.{field} is {value!r}; a probability threshold must lie in [0, 1].")
         num_slots = self.rounded_length // self.slot_size
         if num_slots % self.serial_num_blocks:
             divisors = [d for d in range(1, num_slots + 1) if num_slots % d == 0]

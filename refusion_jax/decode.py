@@ -31,7 +31,7 @@ flags.DEFINE_string("prompt", None, "One prompt; its response goes to stdout.", 
 flags.DEFINE_string("input", None, "JSON-lines file of prompts.", flag_values=FLAGS)
 flags.DEFINE_string("output", None, "JSON-lines file to write.", flag_values=FLAGS)
 flags.DEFINE_string("prompt_field", "prompt", "Field of the input that holds the prompt.", flag_values=FLAGS)
-flags.DEFINE_integer("batch_size", 32, "Prompts decoded at once.", flag_values=FLAGS)
+flags.DEFINE_integer("batch_size", 32, "Prompts decoded at once.", lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=2**31 - 1, flag_values=FLAGS)
 
 _DEFINE: dict[type, Callable[..., Any]] = {
@@ -64,6 +64,7 @@ def main(args: flags.FlagValues) -> None:
 
 def decode_one(model: Model, prompt: str, config: DecodeConfig, seed: int) -> None:
     """Prints the response to one prompt, and how it was decoded on stderr."""
+    check_request(encode_prompt(model, prompt), config, model.config)
     result = generate(model, [prompt], config, seed=seed)
     assert result.text is not None
     print(result.text[0])
@@ -123,6 +124,9 @@ def _read_line(
         return bad(f"Not JSON in UTF-8: {error}.", {})
     if not isinstance(record, dict):
         return bad(f"A JSON object was expected, not {type(record).__name__}.", {})
+    # An output fed in again must not carry over what was said of it then.
+    stale = {"response"} | ({"line", "error"} if {"line", "error"} <= record.keys() else set())
+    record = {name: value for name, value in record.items() if name not in stale - {prompt_field}}
     prompt = record.get(prompt_field)
     if not _is_prompt(prompt):
         return bad(f"{prompt_field!r} must be text or token IDs; fields here: {', '.join(record) or 'none'}.", record)

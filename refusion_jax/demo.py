@@ -63,7 +63,7 @@ def main(args: flags.FlagValues) -> None:
     _, paper_score = evaluate(model, examples, paper, args.batch_size)
     _print_scores({"self_correcting (default)": score, "paper": paper_score})
     _print_answers(examples, result)
-    _write_summary(run_directory / SUMMARY_NAME, score, paper_score)
+    _write_summary(run_directory / SUMMARY_NAME, len(examples), score, paper_score)
     print(f"What to type next:\n  .venv/bin/python decode.py --checkpoint={run_directory} --prompt='S:7+1+7+5?'")
     print(f"  .venv/bin/python decode.py --checkpoint={run_directory} --prompt='A:klmn?' --algorithm=paper")
 
@@ -123,10 +123,11 @@ def _coloured(text: str, forwards: Sequence[int]) -> str:
     return "".join(f"\033[{_COLOURS[forward % len(_COLOURS)]}m{char}" for char, forward in pairs) + "\033[0m"
 
 
-def _write_summary(path: Path, score: Score, paper: Score) -> None:
+def _write_summary(path: Path, prompts: int, score: Score, paper: Score) -> None:
     trained: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     decode_seconds = score.seconds + paper.seconds
     summary = trained | {
+        "prompts": prompts,
         "exact_match": score.exact_match,
         "tokens_per_forward": score.tokens_per_forward,
         "exact_match_by_task": score.by_task,

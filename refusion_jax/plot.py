@@ -30,6 +30,8 @@ def main(args: flags.FlagValues) -> None:
         draw_losses(records, Path(args.output))
     except ImportError as error:
         raise ConfigError("matplotlib is not installed; pip install 'refusion_jax[plot]' brings it.") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--output {args.output} cannot be written: {error}.") from error
     print(f"{args.output}: {len(records)} records, loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f}")
 
 
@@ -37,7 +39,7 @@ def draw_losses(records: list[dict[str, Any]], output: Path) -> None:
     """Draws the training losses over steps, and the held-out ones as dots of the same colour."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for name, label in _LABELS.items():
         (line,) = axes.plot([r["step"] for r in records], [r[name] for r in records], label=label, linewidth=1)
@@ -46,7 +48,7 @@ def draw_losses(records: list[dict[str, Any]], output: Path) -> None:
         axes.plot(steps, losses, "o", color=line.get_color(), label=f"{label}, held out")
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(output, dpi=120)
 
 

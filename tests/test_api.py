@@ -181,7 +181,7 @@ def test_no_prompts(model):
         ("S:1?", {}, "prompts is a single text; give a list of prompts."),
         (["S:1?"], {"batch_size": 0}, "batch_size is 0; decode at least one row at once."),
         (["S:1?"] * 3, {"config": [rf.DecodeConfig()] * 2}, "2 configs for 3 prompts; give one, or one per prompt."),
-        (["\ud800"], {}, "The prompt has half a surrogate pair, which is no Unicode text."),
+        (["\ud800"], {}, "Prompt 0: The prompt has half a surrogate pair, which is no Unicode text."),
         (["S:1?", ""], {}, "Prompt 1: The prompt is empty; give at least one token."),
         ([[5], [6], [5, 64_000]], {}, "Prompt 2: Prompt token 64000 lies outside the vocabulary of"),
         (["S:1?", "R:" + "a" * 143], {}, "Prompt 1: The prompt has 145 tokens, with gen_length 16 that makes 161"),
@@ -197,3 +197,54 @@ def test_the_longest_prompt_that_fits(model):
     prompt = "R:" + "a" * 142
     assert len(model.tokenizer.encode(prompt)) + model.decode.rounded_length == model.config.max_position_embeddings
     check_request(model.tokenizer.encode(prompt), model.decode, model.config)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "sentence"),
+    [
+        ([5, 6, 7], {}, "prompts is a single list of token IDs"),
+        ([[5.0, 6.5]], {}, "Prompt 0: The prompt holds something other than token IDs"),
+        (["S:1?", "S:\u4e2d?"], {}, "Prompt 1: The prompt has characters that the tokenizer does not know."),
+        (["S:1?"], {"seed": -1}, "seed is -1; it must be a whole number"),
+        (["S:1?"], {"seed": 2**40}, "seed is 1099511627776; it must be a whole number"),
+        (["S:1?"], {"batch_size": 1.5}, "batch_size is 1.5"),
+        (["S:1?"], {"config": [{"gen_length": 8}]}, "config holds something other than a DecodeConfig"),
+    ],
+)
+def test_generate_refuses_other_types(prompts, arguments, sentence, model):
+    with pytest.raises(rf.ConfigError, match=sentence):
+        rf.generate(model, prompts, **arguments)
+
+
+def test_a_huge_batch_size_costs_nothing(model, answers):
+    assert rf.generate(model, iter(PROMPTS), batch_size=10**9).tokens == answers.tokens
+
+
+def test_numpy_settings_and_prompts(model, answers):
+    config = dataclasses.replace(
+        model.decode,
+        gen_length=np.int64(model.decode.gen_length),
+        slot_threshold=np.float64(model.decode.slot_threshold),
+    )
+    prompts = [np.array(model.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    assert rf.generate(model, prompts, config, batch_size=4).tokens == answers.tokens
+
+
+@pytest.mark.parametrize("position", [-1, 10**6])
+def test_logits_refuse_positions_the_model_lacks(model, position):
+    with pytest.raises(rf.ConfigError, match="position_ids must lie in"):
+        rf.logits(model, [[4, 5]], [[0, position]])
+
+
+def test_a_run_whose_parameters_do_not_fit_its_configuration(copied_run):
+    config = json.loads((copied_run / "config.json").read_text())
+    config["model"]["hidden_size"] = 48
+    (copied_run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(rf.CheckpointError, match=r"embed_tokens.*has shape \(\d+, 32\), not \(\d+, 48\)"):
+        rf.load(copied_run)
+
+
+def test_a_run_without_a_resolved_configuration(copied_run):
+    (copied_run / "config.json").write_text("{}")
+    with pytest.raises(rf.CheckpointError, match="vocab_size is 0"):
+        rf.load(copied_run)

@@ -313,3 +313,13 @@ def test_every_package_is_in_the_wheel():
     listed = set(setup["options"]["packages"].split())
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("refusion_jax/**/__init__.py")}
     assert listed == found | {"refusion_jax.configs"}
+
+
+def test_an_interrupt_is_no_traceback(capsys):
+    def main(args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as status:
+        command_line.run(main, flags.FlagValues(), arguments=[])
+    assert status.value.code == 130
+    assert capsys.readouterr().err == "Interrupted.\n"

@@ -135,6 +135,15 @@ def test_a_field_called_error_is_no_error(run_file, expected):
     assert [(found["response"], found["error"]) for found in objects] == [(text, None) for text in expected.values()]
 
 
+def test_an_output_fed_in_again_carries_nothing_over(run_file, expected):
+    (prompt, text), *_ = expected.items()
+    lines = [{"prompt": prompt, "line": 7, "error": "old"}, {"prompt": "", "response": "stale"}]
+    status, objects, _ = run_file(list(map(json.dumps, lines)))
+    assert status == 1
+    assert objects[0] == {"prompt": prompt, "response": text}
+    assert objects[1].keys() == {"prompt", "line", "error"}
+
+
 def test_a_byte_order_mark_is_skipped(run_file, expected):
     first, *rest = (json.dumps({"prompt": prompt}) for prompt in PROMPTS)
     status, objects, _ = run_file(["\ufeff" + first, *rest])

@@ -48,7 +48,10 @@ def load_dataset(config: DataConfig, *, seed: int, tokenizer: Tokenizer | None =
     if tokenizer is None:
         tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else _train_tokenizer(config, train)
     tokenized_train, train_counts = tokenize(train, tokenizer, config.max_length)
-    tokenized_held_out, held_out_counts = tokenize(held_out, tokenizer, config.max_length)
+    try:
+        tokenized_held_out, held_out_counts = tokenize(held_out, tokenizer, config.max_length)
+    except DataError as error:
+        raise DataError(f"Held-out data: {error}") from error
     kept = [held_out[i] for i in tokenized_held_out.source_ids]
     counts = DataCounts(read, read_held_out, train_counts, held_out_counts)
     return Dataset(tokenizer, tokenized_train, tokenized_held_out, kept, counts)

@@ -103,9 +103,8 @@ def decode_prompts(
     root = jax.random.key(seed)
     for start in range(0, len(prompts), batch_size):
         rows = slice(start, start + batch_size)
-        keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(
-            np.arange(start, start + batch_size)
-        )
+        indices = np.arange(start, min(start + batch_size, len(prompts)))
+        keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(indices)
         state = _decode_batch(module, params, prompts[rows], configs[rows], np.asarray(keys))
         _collect(result, jax.device_get(state.replace(cache=None)), configs[rows], module.config)
         if on_batch is not None:

@@ -78,11 +78,14 @@ def read_run_config(workdir: Path) -> Config:
     """
     path = workdir / CONFIG_NAME
     try:
-        return from_dict(Config, json.loads(path.read_text()))
+        config = from_dict(Config, json.loads(path.read_text()))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); a run directory has one.") from error
     except (json.JSONDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error
+    if config.model.vocab_size == 0:
+        raise CheckpointError(f"{path} is not the configuration of a run: model.vocab_size is 0.")
+    return config
 
 
 class Checkpoints:
@@ -133,7 +136,7 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
     nothing = f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
     if not directory.is_dir():
         raise CheckpointError(nothing)
-    options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+    options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(directory, options=options) as manager:
         step = manager.latest_step()
         if step is None:
@@ -145,6 +148,32 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nn.unbox(shapes)
         )
         try:
+            metadata = manager.item_metadata(step)
+            _check_shapes(metadata.params, abstract, f"Checkpoint {step} of {directory}")
             return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
-        except (ValueError, KeyError, OSError) as error:
-            raise CheckpointError(f"Checkpoint {step} of {directory} does not hold this model: {error}") from error
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, OSError, AttributeError) as error:
+            raise CheckpointError(f"Checkpoint {step} of {directory} cannot be read: {error}") from error
+
+
+def _check_shapes(saved: Any, wanted: Any, where: str) -> None:
+    """Compares names and shapes before anything is read.
+
+    Raises:
+      CheckpointError: naming every parameter that is missing or misshapen.
+    """
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    there, needed = shapes(getattr(saved, "tree", saved)), shapes(wanted)
+    problems = [f"{name} is missing (expected shape {shape})" for name, shape in needed.items() if name not in there]
+    problems += [
+        f"{name} has shape {there[name]}, not {shape}"
+        for name, shape in needed.items()
+        if name in there and there[name] != shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise CheckpointError(f"{where} does not match its config.json: {shown}.")

@@ -70,7 +70,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, tiny_run, tiny_confi
         checkpoints.restore(other)
     checkpoints.close()
     model = dataclasses.replace(tiny_config.model, vocab_size=24)
-    with pytest.raises(CheckpointError, match=r"^Checkpoint 5 of .*checkpoints does not hold this model: "):
+    with pytest.raises(CheckpointError, match=r"^Checkpoint 5 of .*checkpoints does not match its config.json: "):
         restore_params(tmp_path, model)
 
 
