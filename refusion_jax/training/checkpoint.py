@@ -148,8 +148,8 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nn.unbox(shapes)
         )
         try:
-            metadata = manager.item_metadata(step)
-            _check_shapes(metadata.params, abstract, f"Checkpoint {step} of {directory}")
+            saved = ocp.StandardCheckpointHandler().metadata(directory / str(step) / "params")
+            _check_shapes(saved, abstract, f"Checkpoint {step} of {directory}")
             return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
         except CheckpointError:
             raise
