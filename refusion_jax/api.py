@@ -166,7 +166,7 @@ def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
             raise ConfigError("The prompt holds something other than token IDs, which are whole numbers.")
         return [int(token) for token in prompt]
     if model.tokenizer is None:
-        raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs (decode.py: in --input).")
+        raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs.")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ConfigError("The prompt has half a surrogate pair, which is no Unicode text.")
     tokens = model.tokenizer.encode(prompt)

@@ -39,7 +39,9 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{field} is {value!r}, not one of {', '.join(choices)}.")
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    _require(value in choices, f"{field} is {value!r}, not one of {', '.join(choices)}.{hint}")
 
 
 _KINDS: dict[Any, tuple[type, ...]] = {

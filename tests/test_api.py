@@ -76,7 +76,7 @@ def test_load_errors(tmp_path, copied_run):
     config = json.loads((copied_run / "config.json").read_text())
     tied = config | {"model": config["model"] | {"tie_word_embeddings": True}}
     (copied_run / "config.json").write_text(json.dumps(tied))
-    assert "does not hold this model" in message(copied_run)
+    assert "does not match its config.json" in message(copied_run)
     (copied_run / "config.json").write_text(json.dumps(config | {"trian": {}}))
     assert "Unknown config field 'trian'. Did you mean 'train'?" in message(copied_run)
     (copied_run / "config.json").write_text("{")

@@ -15,7 +15,7 @@ from refusion_jax.decoding import Generation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-KEYS = {"exact_match", "tokens_per_forward", "exact_match_by_task", "paper", "decode_seconds", "seconds"}
+KEYS = {"prompts", "exact_match", "tokens_per_forward", "exact_match_by_task", "paper", "decode_seconds", "seconds"}
 EXAMPLES = [
     Example("R:abcd?", "a>b>c>d."),
     Example("Q:5,6?", "5,6,7,8,9,10."),

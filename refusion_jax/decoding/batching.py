@@ -103,7 +103,7 @@ def decode_prompts(
     root = jax.random.key(seed)
     for start in range(0, len(prompts), batch_size):
         rows = slice(start, start + batch_size)
-        indices = np.arange(start, min(start + batch_size, len(prompts)))
+        indices = np.arange(start, start + bucket(len(prompts[rows]), 1))
         keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(indices)
         state = _decode_batch(module, params, prompts[rows], configs[rows], np.asarray(keys))
         _collect(result, jax.device_get(state.replace(cache=None)), configs[rows], module.config)

@@ -78,14 +78,11 @@ def read_run_config(workdir: Path) -> Config:
     """
     path = workdir / CONFIG_NAME
     try:
-        config = from_dict(Config, json.loads(path.read_text()))
+        return from_dict(Config, json.loads(path.read_text()))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); a run directory has one.") from error
     except (json.JSONDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error
-    if config.model.vocab_size == 0:
-        raise CheckpointError(f"{path} is not the configuration of a run: model.vocab_size is 0.")
-    return config
 
 
 class Checkpoints:
@@ -132,6 +129,8 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
     Raises:
       CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
     """
+    if config.vocab_size == 0:
+        raise CheckpointError(f"{workdir / CONFIG_NAME} is not that of a started run: model.vocab_size is 0.")
     directory = (workdir / CHECKPOINTS_NAME).absolute()
     nothing = f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
     if not directory.is_dir():
@@ -161,7 +160,7 @@ def _check_shapes(saved: Any, wanted: Any, where: str) -> None:
     """Compares names and shapes before anything is read.
 
     Raises:
-      CheckpointError: naming every parameter that is missing or misshapen.
+      CheckpointError: naming every parameter that is missing, misshapen or unknown.
     """
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -174,6 +173,7 @@ def _check_shapes(saved: Any, wanted: Any, where: str) -> None:
         for name, shape in needed.items()
         if name in there and there[name] != shape
     ]
+    problems += [f"{name} is no part of the model" for name in there if name not in needed]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise CheckpointError(f"{where} does not match its config.json: {shown}.")
