@@ -181,7 +181,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SlotsConfig:
-    """The training view's random draws and the weights of the two loss terms (ALGORITHM: slot size, masking)."""
+    """The training view's random draws and the weights of the two loss terms (paper section 3)."""
 
     sizes: tuple[int, ...] = (4, 8, 16, 32)
     epsilon: float = 1e-3

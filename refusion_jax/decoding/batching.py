@@ -189,6 +189,6 @@ def _collect(result: Generation, state: DecodeState, configs: Sequence[DecodeCon
 
 
 def _authors_tpf(accepted: Any, events: int, slot_size: int) -> float:
-    """The mean over acceptances of `slot_size * slots / (2 * rounds)` (ALGORITHM section 3, TPF)."""
+    """The mean over acceptances of `slot_size * slots / (2 * rounds)` (their tokens-per-forward)."""
     rounds = np.arange(1, len(accepted))
     return float(slot_size * np.sum(accepted[1:] / rounds) / (2 * events))

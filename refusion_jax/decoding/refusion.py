@@ -213,7 +213,7 @@ def _noise(request: Request, state: DecodeState, target: jax.Array, vocab_size: 
 
 
 def _choose(request: Request, ahead: jax.Array, reading: Reading) -> jax.Array:
-    """Slots among `ahead` whose first token is sure; the single most probable one when none is (ALGORITHM: select)."""
+    """Slots among `ahead` whose first token is sure; the single most probable one when none is (paper section 3)."""
     first = ahead & _starts(request)
     sure = first & (reading.choice_probability > request.slot_thresholds[:, None])
     best = jnp.argmax(jnp.where(first, reading.choice_probability, -1.0), axis=1, keepdims=True)
@@ -275,7 +275,7 @@ def _after_infill_draft(state: DecodeState, reading: Reading) -> DecodeState:
 
 
 def _after_infill_verify(request: Request, state: DecodeState, reading: Reading) -> tuple[DecodeState, jax.Array]:
-    """Marks what passed, each slot for itself; commits all chosen slots once every token has (ALGORITHM: infill)."""
+    """Marks what passed, each slot for itself; commits all chosen slots once every token has (paper section 3)."""
     before = jnp.pad(state.passed, ((0, 0), (1, 0)))[:, :-1]
     passes = _starts(request) | before | (reading.token_probability > request.token_thresholds[:, None])
     passed = state.chosen & _slot_prefix(request, passes)
