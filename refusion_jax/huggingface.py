@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from refusion_jax.config import ConfigError, ModelConfig, from_dict, nearest
+from refusion_jax.config import ConfigError, ModelConfig, from_dict, join_some, nearest
 
 PARAM_PATHS: dict[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("embed_tokens", "embedding"),
@@ -116,8 +116,7 @@ def read_params(directory: Path, config: ModelConfig) -> dict[str, Any]:
         layers = [_read(tensors, f"layers.{i}.{name}", path, config, problems) for i in range(config.num_hidden_layers)]
         _put(params, ("layers", *path), layers)
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"{directory} does not match its config.json: {shown}.")
+        raise CheckpointError(f"{directory} does not match its config.json: {join_some(problems, 8)}.")
     return _stack(params)
 
 

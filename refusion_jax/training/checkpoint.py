@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from refusion_jax.config import CheckpointConfig, Config, ConfigError, ModelConfig, from_dict, to_dict
+from refusion_jax.config import CheckpointConfig, Config, ConfigError, ModelConfig, from_dict, join_some, to_dict
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.modeling import Transformer
 from refusion_jax.training.state import TrainState
@@ -52,7 +52,7 @@ def claim_workdir(workdir: Path, config: Config) -> None:
         raise WorkdirError(f"{workdir} cannot be used as a work directory: {error}.") from error
     differences = _differences(saved, to_dict(config))
     if differences:
-        shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+        shown = join_some(differences, 3)
         raise WorkdirError(
             f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
             "it."
@@ -175,5 +175,4 @@ def _check_shapes(saved: Any, wanted: Any, where: str) -> None:
     ]
     problems += [f"{name} is no part of the model" for name in there if name not in needed]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"{where} does not match its config.json: {shown}.")
+        raise CheckpointError(f"{where} does not match its config.json: {join_some(problems, 8)}.")
