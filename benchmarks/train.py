@@ -13,17 +13,11 @@ round are compared; the ratio is ours to theirs.
 
 import contextlib
 import dataclasses
-import json
-import os
-import platform
 import resource
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
+
+from benchmarks import common
+from benchmarks.common import of, spread
 from refusion_jax import command_line
-from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
+from refusion_jax.config import Config, ModelConfig, to_dict
 from refusion_jax.data import Dataset, iterate, load_dataset, make_batches
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.modeling import Transformer
@@ -53,10 +51,8 @@ flags.DEFINE_boolean("yardstick", False, "Compare with PyTorch.", flag_values=FL
 flags.DEFINE_string("yardstick_python", sys.executable, "Python with torch and transformers.", flag_values=FLAGS)
 flags.DEFINE_string("output", None, "Default: benchmarks/results/train_BACKEND.json.", flag_values=FLAGS)
 
-HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 64
 MATMULS = ((1536, 128, 384), (1024, 1024, 1024))  # the demo's widest dense product, and a large one
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy")
 WARM_UP_STEPS = 20
 YARDSTICK_EXAMPLES, YARDSTICK_BATCHES = 32, 64
 
@@ -147,55 +143,6 @@ class Trainer:
         self._reader.close()
 
 
-class Yardstick:
-    """`benchmarks/yardstick.py` in a process of its own, ready to measure."""
-
-    def __init__(self, python: str, model: ModelConfig, lengths: np.ndarray):
-        """Starts it.
-
-        Args:
-          python: interpreter to start.
-          model: the model's shape.
-          lengths: (batches, examples) int, tokens of each example.
-
-        Raises:
-          ConfigError: when there is no such interpreter, or it cannot import torch or transformers.
-        """
-        remedy = "install them there with `pip install torch transformers`, or name another with --yardstick_python."
-        self._command = [python, str(HERE / "yardstick.py")]
-        try:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        except OSError as error:
-            raise ConfigError(f"{python} does not start ({error.strerror}); name a Python with torch.") from None
-        request = {"model": yardstick_model(model), "lengths": lengths.tolist(), "threads": available_cores()}
-        answer = self._ask(request)
-        if "error" in answer:
-            self.close()
-            raise ConfigError(
-                f"--yardstick needs torch and transformers, but {python} lacks them ({answer['error']}): {remedy}"
-            )
-        self.versions: dict[str, str] = answer["versions"]
-
-    def _ask(self, value: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        # One that has ended accepts nothing; it is noticed below, by its missing answer.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(value) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise ConfigError(f"{shlex.join(self._command)} ended with exit status {self._process.wait()}, see above.")
-        return json.loads(line)
-
-    def measure(self, seconds: float) -> Turn:
-        """Has it train until `seconds` have passed."""
-        return Turn(**self._ask(seconds))
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-
 def yardstick_model(model: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a Hugging Face Qwen3 configuration that give the model's shape."""
     names = (
@@ -230,11 +177,6 @@ def matmul_rate(shape: tuple[int, int, int], dtype: str, seconds: float = 0.25) 
         jax.block_until_ready([jnp.matmul(left, right) for _ in range(burst)])
         rates.append(burst * 2 * m * k * n / (time.perf_counter() - began))
     return statistics.median(rates)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest of the values."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def summarise(rounds: Sequence[Round], flops: int) -> dict[str, Any]:
@@ -304,11 +246,6 @@ def round_row(number: int, measured: Round) -> str:
 
 def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib: float) -> str:
     """The table of all rounds together, each figure as median (least to greatest)."""
-
-    def of(values: dict[str, float], form: str, scale: float = 1.0) -> str:
-        median, least, greatest = (format(scale * values[key], form) for key in ("median", "min", "max"))
-        return f"{median} ({least} to {greatest})"
-
     rows = [
         ("useful tokens per second", of(summary["tokens_per_second"], ",.0f")),
         ("step, ms", of(summary["step_ms"], ".1f")),
@@ -331,61 +268,20 @@ def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib:
             ("yardstick: useful tokens per step", f"{theirs['tokens_per_step']:,.0f}"),
             ("ratio, ours to the yardstick's", of(summary["ratio"], ".2f")),
         ]
-    return "\n".join(["| figure | median (min to max) |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
+    return common.table(["figure", "median (min to max)"], rows)
 
 
-def available_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def machine() -> dict[str, Any]:
-    """What it runs on, and how busy that was; a load well above 0 spoils the figures."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": available_cores(),
-        "devices": sorted({device.device_kind for device in jax.devices()}),
-        "load_average": list(os.getloadavg()),
-    }
-
-
-def warn_if_busy(on: dict[str, Any]) -> None:
-    """Says so when other work keeps the machine busy."""
-    load, cores = on["load_average"][0], on["cores"]
-    if load > cores / 2:
-        print(f"Warning: the load average is {load:.1f} on {cores} cores; with other work running, figures mislead.\n")
-
-
-def commit() -> str:
-    """The checkout's commit, with "-dirty" when files other than results differ from it; "unknown" without git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=True).stdout
-
-    try:
-        changes = git("status", "--porcelain", "--", ":/", ":(exclude)results").strip()
-        return git("rev-parse", "HEAD").strip() + ("-dirty" if changes else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def peak_rss_mib() -> float:
-    """The most memory this process ever held, in MiB."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
-def measure_rounds(args: flags.FlagValues, dtype: str, trainer: Trainer, yardstick: Yardstick | None) -> list[Round]:
+def measure_rounds(
+    args: flags.FlagValues, dtype: str, trainer: Trainer, yardstick: common.Yardstick | None
+) -> list[Round]:
     """Measures round after round, printing each."""
     print(HEADER, flush=True)
     rounds = []
     for number in range(1, args.rounds + 1):
         rates = [matmul_rate(shape, dtype) for shape in MATMULS]
         ours = trainer.measure(args.seconds)
-        rounds.append(Round(rates, ours, yardstick.measure(args.seconds) if yardstick else None))
+        theirs = Turn(**yardstick.ask(args.seconds)) if yardstick else None
+        rounds.append(Round(rates, ours, theirs))
         print(round_row(number, rounds[-1]), flush=True)
     return rounds
 
@@ -393,10 +289,9 @@ def measure_rounds(args: flags.FlagValues, dtype: str, trainer: Trainer, yardsti
 def main(args: flags.FlagValues) -> None:
     """Measures, prints and writes the result."""
     keep_freed_memory()
-    output = Path(args.output or HERE / "results" / f"train_{jax.default_backend()}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"commit": commit(), "machine": machine()}
-    warn_if_busy(result["machine"])
+    output = common.result_path(args.output, "train")
+    result: dict[str, Any] = {"commit": common.commit(), "machine": common.machine()}
+    common.warn_if_busy(result["machine"])
     config: Config = args.config
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or VOCAB_SIZE)
     dataset = load_dataset(config.data, seed=config.train.seed)
@@ -406,15 +301,16 @@ def main(args: flags.FlagValues) -> None:
         yardstick = None
         if args.yardstick:
             lengths = np.resize(dataset.train.lengths, (YARDSTICK_BATCHES, YARDSTICK_EXAMPLES))
-            yardstick = stack.enter_context(contextlib.closing(Yardstick(args.yardstick_python, config.model, lengths)))
+            request = {"model": yardstick_model(config.model), "lengths": lengths.tolist()}
+            yardstick = common.Yardstick(args.yardstick_python, "yardstick.py", request)
+            stack.enter_context(contextlib.closing(yardstick))
         trainer = stack.enter_context(contextlib.closing(Trainer(config, dataset)))
         rounds = measure_rounds(args, config.model.dtype, trainer, yardstick)
 
     summary = summarise(rounds, flops_per_token(config.model, config.data.max_length))
-    cost = {"compile_seconds": trainer.compile_seconds, "peak_rss_mib": peak_rss_mib()}
+    cost = {"compile_seconds": trainer.compile_seconds, "peak_rss_mib": common.peak_rss_mib()}
     print(f"\n{summary_table(summary, **cost)}")
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    result["versions"] = {"python": platform.python_version()} | versions | (yardstick.versions if yardstick else {})
+    result["versions"] = common.versions() | (yardstick.versions if yardstick else {})
     result["settings"] = {"rounds": args.rounds, "seconds": args.seconds, "batch_size": config.train.batch_size}
     result["settings"] |= {section: to_dict(getattr(config, section)) for section in ("model", "data", "slots")}
     result |= {"num_parameters": trainer.num_parameters, **cost, **summary}

@@ -33,7 +33,6 @@ def make_steps(request: dict[str, Any]) -> Iterator[int]:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
     config = Qwen3Config(**request["model"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
@@ -60,8 +59,16 @@ def measure(step: Callable[[], int], seconds: float) -> dict[str, Any]:
     return {"seconds": now - began, "tokens": tokens, "step_seconds": step_seconds}
 
 
-def main() -> None:
-    """Serves one request: builds and warms up, then measures once for each line of seconds."""
+def prepare(request: dict[str, Any]) -> Callable[[float], dict[str, Any]]:
+    """Builds and warms up; returns what trains for so many seconds."""
+    steps = make_steps(request)
+    for _ in range(WARM_UP_STEPS):
+        next(steps)
+    return lambda seconds: measure(lambda: next(steps), seconds)
+
+
+def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], dict[str, Any]]]) -> None:
+    """Answers on stdout the lines of stdin: the request, then whatever the prepared measurement takes."""
     # Whatever the libraries print must not come between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
 
@@ -75,13 +82,12 @@ def main() -> None:
     except ImportError as error:
         answer({"error": str(error)})
         return
-    steps = make_steps(request)
-    for _ in range(WARM_UP_STEPS):
-        next(steps)
+    torch.set_num_threads(request["threads"])
+    measure = prepare(request)
     answer({"versions": {"torch": torch.__version__, "transformers": transformers.__version__}})
     for line in sys.stdin:
-        answer(measure(lambda: next(steps), float(line)))
+        answer(measure(json.loads(line)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(prepare)

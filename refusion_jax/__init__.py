@@ -1,21 +1,33 @@
 """ReFusion: a diffusion language model that decodes whole slots of tokens in parallel, in JAX and Flax."""
 
-from refusion_jax.api import Model, generate, load, logits
+from refusion_jax.api import Model, StreamRequest, Watch, generate, generate_stream, load, logits, prepare
 from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError
-from refusion_jax.decoding import Generation
+from refusion_jax.decoding import Answer, Generation, Hole, Rules, SlotScore, Statistics, Verification
+from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.huggingface import CheckpointError
 
 __all__ = [
+    "SLOT_SCORES",
+    "Answer",
     "CheckpointError",
     "Config",
     "ConfigError",
     "DataError",
     "DecodeConfig",
     "Generation",
+    "Hole",
     "Model",
     "ModelConfig",
+    "Rules",
+    "SlotScore",
+    "Statistics",
+    "StreamRequest",
+    "Verification",
+    "Watch",
     "generate",
+    "generate_stream",
     "load",
     "logits",
+    "prepare",
 ]

@@ -2,23 +2,45 @@
 
 import dataclasses
 import functools
-import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer
 from refusion_jax.data.tokenizers import MODEL_NAME
-from refusion_jax.decoding import Generation, decode_prompts
+from refusion_jax.decoding import Answer, Generation, Job, Rules, Statistics, Stream
+from refusion_jax.decoding.batching import (
+    MIN_PROMPT_BUCKET,
+    MIN_RESPONSE_BUCKET,
+    NO_LIMIT,
+    bucket,
+    count_suppressed,
+    group_by_length,
+    unstarted,
+)
+from refusion_jax.decoding.events import PrefixEvent, SlotEvent, new_slots, stable_prefix
+from refusion_jax.decoding.generation import Row
+from refusion_jax.decoding.layout import check_tokens
+from refusion_jax.decoding.memory import fitting_rows
+from refusion_jax.decoding.rules import DEFAULT_RULES
 from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
 from refusion_jax.modeling import Transformer
+from refusion_jax.prompts import (
+    Prepared,
+    Prompt,
+    decode_tokens,
+    encode,
+    finish,
+    has_stopped,
+    is_whole,
+    prepare_prompt,
+)
 from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, TOKENIZER_NAME, read_run_config, restore_params
-
-Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,80 +118,299 @@ def _logits(module: Transformer, params: Any, tokens: jax.Array, position_ids: j
     return module.apply({"params": params}, tokens, position_ids)
 
 
+@dataclasses.dataclass(frozen=True)
+class StreamRequest:
+    """One prompt of a stream.
+
+    Attributes:
+      index: names the prompt; with `seed`, all that its random draws depend on.
+      prompt: text, token IDs or a template; or what `prepare` made of it.
+      config: how to decode it.
+      seed: of sampling.
+    """
+
+    index: int
+    prompt: Prompt | Prepared
+    config: DecodeConfig
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What to be told while responses are decoded. A callback that returns False cancels the response it is told of.
+
+    Attributes:
+      on_slot: called with every committed slot; they do not come left to right.
+      on_prefix: called when more of a response's beginning is final.
+      every: forwards between two looks at the device; responses with stop texts are looked at as often.
+    """
+
+    on_slot: Callable[[SlotEvent], bool | None] | None = None
+    on_prefix: Callable[[PrefixEvent], bool | None] | None = None
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.every) or self.every < 1:
+            raise ConfigError(f"every is {self.every!r}; look at least every forward, 1.")
+
+
+_UNWATCHED = Watch()
+
+
+def prepare(model: Model, prompt: Prompt, config: DecodeConfig, prefix: str | Sequence[int] | None = None) -> Prepared:
+    """Checks and lays out a prompt.
+
+    Raises:
+      ConfigError: when it cannot be decoded, in one sentence.
+    """
+    return prepare_prompt(model.tokenizer, model.config, prompt, config, len(_encode_prefix(model, prefix)))
+
+
+def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int]:
+    tokens = [] if prefix is None else encode(model.tokenizer, prefix)
+    check_tokens(tokens, "Prefix token", model.config)
+    return tokens
+
+
+def generate_stream(
+    model: Model,
+    requests: Iterable[StreamRequest],
+    *,
+    prompt_length: int,
+    response_length: int,
+    batch_size: int | str = 32,
+    num_samples: int = 1,
+    prefix: str | Sequence[int] | None = None,
+    rules: Rules = DEFAULT_RULES,
+    suppressed: int = 0,
+    sampling: bool = True,
+    infilling: bool = True,
+    statistics: Statistics | None = None,
+    watch: Watch = _UNWATCHED,
+) -> Iterator[Answer]:
+    """Decodes a stream of prompts of any length on a fixed batch; yields answers as they finish.
+
+    Requests are taken one by one as rows become free, so the stream may be longer than memory.
+
+    Args:
+      model: a loaded model.
+      requests: the prompts.
+      prompt_length, response_length: the largest of any request, in tokens (`prepare` tells them).
+      batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256.
+      num_samples: answers per prompt.
+      prefix: text or token IDs before every prompt; computed once and shared by all rows.
+      rules: the functions that decide, see docs/rules.md.
+      suppressed: the largest number of suppressed token IDs of any request.
+      sampling, infilling: whether any request has a temperature, or the algorithm "paper".
+      statistics: an object to add to.
+      watch: what to be told on the way.
+
+    Raises:
+      ConfigError: for a prompt that cannot be decoded, naming it, or that exceeds what the stream was made for.
+    """
+    prefix_tokens = _encode_prefix(model, prefix)
+    if not is_whole(num_samples) or num_samples < 1:
+        raise ConfigError(f"num_samples is {num_samples!r}; ask for at least one.")
+    stream = Stream(
+        model.module,
+        model.params,
+        rows=_rows(model, batch_size, prompt_length, response_length),
+        prompt_length=prompt_length,
+        response_length=response_length,
+        prefix=prefix_tokens,
+        rules=rules,
+        suppressed=suppressed,
+        sampling=sampling,
+        infilling=infilling,
+        statistics=statistics,
+    )
+    prepared: dict[int, Prepared] = {}
+    unfinished: dict[int, int] = {}
+    observer = _Observer(model, stream, watch)
+    jobs = _jobs(model, requests, num_samples, len(prefix_tokens), prepared)
+    exhausted = False
+    while stream.busy or not exhausted:
+        answers = []
+        while stream.room and not exhausted:
+            job = next(jobs, None)
+            if job is None:
+                exhausted = True
+                break
+            unfinished[job.index] = num_samples if job.sample == 0 else unfinished[job.index]
+            if job.layout.response_length:
+                stream.submit(job)
+            else:
+                answers.append(unstarted(job))  # fixed text alone
+        if stream.busy:
+            answers += stream.advance(observer.most_iterations(), observer)
+        for answer in answers:
+            yield finish(model.tokenizer, prepared[answer.index], answer)
+            unfinished[answer.index] -= 1
+            if not unfinished[answer.index]:
+                del prepared[answer.index], unfinished[answer.index]
+            observer.forget(answer)
+
+
+def _jobs(
+    model: Model, requests: Iterable[StreamRequest], num_samples: int, prefix_length: int, prepared: dict[int, Prepared]
+) -> Iterator[Job]:
+    for request in requests:
+        each = request.prompt
+        if not isinstance(each, Prepared):
+            each = _prepare_numbered(model, request.index, each, request.config, prefix_length)
+        prepared[request.index] = each
+        for sample in range(num_samples):
+            yield Job(request.index, sample, each.layout, each.config, request.seed)
+
+
+def _prepare_numbered(model: Model, index: int, prompt: Prompt, config: DecodeConfig, prefix_length: int) -> Prepared:
+    try:
+        return prepare_prompt(model.tokenizer, model.config, prompt, config, prefix_length)
+    except ConfigError as error:
+        raise ConfigError(f"Prompt {index}: {error}") from error
+
+
+class _Observer:
+    """Tells callbacks what happened since the last look, and ends responses that are cancelled or met a stop text."""
+
+    def __init__(self, model: Model, stream: Stream, watch: Watch):
+        self._model, self._stream, self._watch = model, stream, watch
+        self._seen: dict[tuple[int, int], Any] = {}
+        self._prefixes: dict[tuple[int, int], int] = {}
+        self._listening = watch.on_slot is not None or watch.on_prefix is not None
+
+    def most_iterations(self) -> int:
+        """How far the compiled loop may go before the next look."""
+        return self._watch.every if self._listening or self._stream.has_stops else NO_LIMIT
+
+    def __call__(self, job: Job, row: Row) -> None:
+        goes_on = True
+        if self._watch.on_slot is not None:
+            seen = self._seen.get(job.name, np.zeros_like(row.committed))
+            for slot in new_slots(job, row, seen):
+                slot = dataclasses.replace(slot, text=decode_tokens(self._model.tokenizer, slot.tokens))
+                goes_on &= self._watch.on_slot(slot) is not False
+            self._seen[job.name] = row.committed
+        if self._watch.on_prefix is not None or job.config.stop:
+            tokens = stable_prefix(job, row, self._model.config.eos_token_ids)
+            if self._watch.on_prefix is not None and len(tokens) > self._prefixes.get(job.name, 0):
+                text = decode_tokens(self._model.tokenizer, tokens)
+                goes_on &= self._watch.on_prefix(PrefixEvent(*job.name, tokens, text)) is not False
+            self._prefixes[job.name] = len(tokens)
+            if has_stopped(self._model.tokenizer, tokens, job.config):
+                self._stream.cancel(job.name, "stop")
+        if not goes_on:
+            self._stream.cancel(job.name)
+
+    def forget(self, answer: Answer) -> None:
+        """Drops what was remembered of a finished response."""
+        self._seen.pop((answer.index, answer.sample), None)
+        self._prefixes.pop((answer.index, answer.sample), None)
+
+
+def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int) -> int:
+    if batch_size == "auto":
+        width = bucket(response_length, MIN_RESPONSE_BUCKET)
+        return fitting_rows(model.config, bucket(prompt_length, MIN_PROMPT_BUCKET) + width, width)
+    if not is_whole(batch_size) or int(batch_size) < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once, or say 'auto'.")
+    return int(batch_size)
+
+
 def generate(
     model: Model,
     prompts: Iterable[Prompt],
     config: DecodeConfig | Sequence[DecodeConfig] | None = None,
     *,
-    seed: int = 0,
-    batch_size: int = 32,
+    seed: int | Sequence[int] = 0,
+    batch_size: int | str = 32,
+    num_samples: int = 1,
+    prefix: str | Sequence[int] | None = None,
+    rules: Rules = DEFAULT_RULES,
+    statistics: Statistics | None = None,
+    watch: Watch = _UNWATCHED,
     on_progress: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Decodes a response to every prompt.
+    """Decodes responses to a list of prompts.
 
     Args:
       model: a loaded model.
-      prompts: token-ID lists of any lengths, or texts when the model has a tokenizer.
+      prompts: texts when the model has a tokenizer, token-ID lists of any lengths, or templates with holes:
+        `{"segments": ["def add(a, b):", {"hole": 32}, "return result"]}`.
       config: settings for all prompts or one per prompt; by default the model's own. One batch may mix any settings.
-      seed: with a prompt's index, all that sampling depends on.
-      batch_size: rows decoded at once.
-      on_progress: called with the number of finished prompts after each batch.
+      seed: one for all prompts or one per prompt; with a prompt's index, all that sampling depends on.
+      batch_size: the most rows decoded at once, or "auto": as many as free memory holds.
+      num_samples: responses per prompt; they stand next to each other in the result.
+      prefix: text or token IDs before every prompt; computed once and shared by all rows.
+      rules: the functions that decide, see docs/rules.md.
+      statistics: an object to add to.
+      watch: what to be told on the way.
+      on_progress: called with the number of finished responses, whenever some have finished.
 
     Raises:
       ConfigError: for a prompt or setting that cannot be used, naming the prompt.
     """
-    if isinstance(prompts, str):
-        raise ConfigError("prompts is a single text; give a list of prompts.")
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError("prompts is a single prompt; give a list of prompts.")
     prompts = list(prompts)
-    if any(_is_whole(prompt) for prompt in prompts):
+    if any(is_whole(prompt) for prompt in prompts):
         raise ConfigError("prompts is a single list of token IDs; give a list of prompts.")
-    if not _is_whole(batch_size) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once.")
-    if not _is_whole(seed) or not 0 <= seed < 2**31:
-        raise ConfigError(f"seed is {seed!r}; it must be a whole number in [0, 2**31).")
     config = model.decode if config is None else config
     configs = [config] * len(prompts) if isinstance(config, DecodeConfig) else list(config)
     if not all(isinstance(each, DecodeConfig) for each in configs):
         raise ConfigError("config holds something other than a DecodeConfig; give one, or one per prompt.")
     if len(configs) != len(prompts):
         raise ConfigError(f"{len(configs)} configs for {len(prompts)} prompts; give one, or one per prompt.")
-    tokens = [_encode_numbered(model, index, prompt) for index, prompt in enumerate(prompts)]
-    result = decode_prompts(model.module, model.params, tokens, configs, seed, batch_size, on_progress)
-    if model.tokenizer is None:
-        return result
-    # A model's vocabulary may be padded beyond its tokenizer's; such tokens have no text.
-    size = model.tokenizer.vocab_size
-    texts = [model.tokenizer.decode(token for token in response if token < size) for response in result.tokens]
-    return dataclasses.replace(result, text=texts)
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(prompts)
+    if len(seeds) != len(prompts):
+        raise ConfigError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one, or one per prompt.")
+    for value in seeds or [0 if isinstance(seed, Sequence) else seed]:
+        if not is_whole(value) or not 0 <= value < 2**31:
+            raise ConfigError(f"seed is {value!r}; it must be a whole number in [0, 2**31).")
+    _rows(model, batch_size, 1, 1)  # refuses a wrong one before any work
+    prefix_length = len(_encode_prefix(model, prefix))
+    prepared = [
+        _prepare_numbered(model, index, prompt, each, prefix_length)
+        for index, (prompt, each) in enumerate(zip(prompts, configs, strict=True))
+    ]
+    if not prompts:
+        return Generation.of([])
+    rows = _rows(
+        model,
+        batch_size,
+        max(each.prompt_length for each in prepared),
+        max(each.response_length for each in prepared),
+    )
+    rows = min(rows, bucket(len(prompts) * num_samples, 1))
+    answers: list[Answer] = []
+    for group in group_by_length([each.response_length for each in prepared], rows):
+        members = [prepared[index] for index in group]
+        for answer in generate_stream(
+            model,
+            (StreamRequest(index, prepared[index], configs[index], int(seeds[index])) for index in group),
+            prompt_length=max(each.prompt_length for each in members),
+            response_length=members[0].response_length,
+            batch_size=rows,
+            num_samples=num_samples,
+            prefix=prefix,
+            rules=rules,
+            suppressed=max(count_suppressed(each.config) for each in members),
+            sampling=any(each.config.temperature > 0 for each in members),
+            infilling=any(each.config.algorithm == "paper" for each in members),
+            statistics=statistics,
+            watch=watch,
+        ):
+            answers.append(answer)
+            if on_progress is not None:
+                on_progress(len(answers))
+    return Generation.of(answers)
 
 
-def _encode_numbered(model: Model, index: int, prompt: Prompt) -> list[int]:
-    try:
-        return encode_prompt(model, prompt)
-    except ConfigError as error:
-        raise ConfigError(f"Prompt {index}: {error}") from error
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def encode_prompt(model: Model, prompt: Prompt) -> list[int]:
+def encode_prompt(model: Model, prompt: str | Sequence[int]) -> list[int]:
     """Token IDs of a prompt.
 
     Raises:
       ConfigError: for a text when the model has no tokenizer or it does not know all characters; for a list that does
         not hold token IDs.
     """
-    if not isinstance(prompt, str):
-        if not all(map(_is_whole, prompt)):
-            raise ConfigError("The prompt holds something other than token IDs, which are whole numbers.")
-        return [int(token) for token in prompt]
-    if model.tokenizer is None:
-        raise ConfigError("The model has no tokenizer; give prompts as lists of token IDs.")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise ConfigError("The prompt has half a surrogate pair, which is no Unicode text.")
-    tokens = model.tokenizer.encode(prompt)
-    if model.tokenizer.unk_token_id in tokens:
-        raise ConfigError("The prompt has characters that the tokenizer does not know.")
-    return tokens
+    return encode(model.tokenizer, prompt)

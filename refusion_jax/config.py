@@ -64,6 +64,10 @@ def _require_types(section: str, config: Any) -> None:
         if kind in _KINDS:
             ok = isinstance(value, _KINDS[kind]) and is_flag <= (kind is bool)
             _require(ok, f"{section}.{name} is {value!r}; it must be of type {kind.__name__}.")
+        elif typing.get_origin(kind) is tuple:
+            item = typing.get_args(kind)[0]
+            ok = isinstance(value, tuple) and all(isinstance(each, _KINDS[item]) for each in value)
+            _require(ok, f"{section}.{name} is {value!r}; it must be a tuple of {item.__name__}.")
 
 
 def _require_minimum(section: str, config: Any, **minimums: float) -> None:
@@ -281,6 +285,11 @@ class MeshConfig:
         _require(self.data != -1 or self.fsdp != -1, "mesh.data and mesh.fsdp are both -1; only one can be the rest.")
 
 
+def _setting(default: Any, help_text: str) -> Any:
+    """A field with a default and a line of help, which command lines show."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """How one response is decoded (paper section 3, and our self-correcting loop).
@@ -288,30 +297,49 @@ class DecodeConfig:
     `gen_length` is rounded up to whole slots of `slot_size` tokens and cut into `serial_num_blocks` equal blocks of
     whole slots, decoded one after another. A slot is drafted when the probability of its first token exceeds
     `slot_threshold`; a drafted token stands when its next-token probability exceeds `token_threshold`. `redraft`
-    (self_correcting only) sends rejected slots back for a fresh draft. `temperature` 0 is greedy. `suppress_special`
-    never proposes the mask and pad tokens.
+    (self_correcting only) sends rejected slots back for a fresh draft. `carry_threshold` says when a verification also
+    computes the next draft: when the joint probability of its drafts exceeds it.
+
+    `temperature` 0 is greedy; `top_k` and `top_p` restrict what a positive temperature draws from and, like the
+    suppressed tokens, change proposals only: thresholds always compare with the unfiltered distribution. A response
+    ends before the first of the texts in `stop`.
     """
 
-    algorithm: str = "self_correcting"
-    gen_length: int = 64
-    slot_size: int = 16
-    serial_num_blocks: int = 1
-    slot_threshold: float = 0.9
-    token_threshold: float = 0.9
-    redraft: bool = False
-    temperature: float = 0.0
-    suppress_special: bool = False
+    algorithm: str = _setting("self_correcting", "self_correcting, or paper: the published decoding")
+    gen_length: int = _setting(64, "response tokens, rounded up to whole slots; templates have their holes instead")
+    slot_size: int = _setting(16, "tokens per slot")
+    serial_num_blocks: int = _setting(1, "equal parts of the response, decoded one after another")
+    slot_threshold: float = _setting(0.9, "a slot is drafted when its score, in [0, 1], is above")
+    token_threshold: float = _setting(0.9, "a drafted token stands when its probability is above")
+    redraft: bool = _setting(False, "fresh drafts instead of repairs for rejected slots (self_correcting)")
+    carry_threshold: float = _setting(
+        0.0, "verify and draft in one forward when the drafts' joint probability is above; 0 always, 1 never"
+    )
+    temperature: float = _setting(0.0, "0 is greedy; above, Gumbel-max sampling")
+    top_k: int = _setting(-1, "sample among so many most probable tokens; -1 for all")
+    top_p: float = _setting(1.0, "sample among the most probable tokens that make up this share")
+    suppress_special: bool = _setting(False, "never propose the mask and pad tokens")
+    suppress_ids: tuple[int, ...] = _setting((), "token IDs that are never proposed")
+    stop: tuple[str, ...] = _setting((), "the response ends before any of these texts")
 
     def __post_init__(self) -> None:
         _require_types("decode", self)
         _require_choice("decode.algorithm", self.algorithm, ALGORITHMS)
         _require_minimum("decode", self, gen_length=1, slot_size=1, serial_num_blocks=1, temperature=0)
-        for field in ("slot_threshold", "token_threshold"):
+        for field in ("slot_threshold", "token_threshold", "carry_threshold"):
             value = getattr(self, field)
             _require(0 <= value <= 1, f"decode.{field} is {value!r}; a probability threshold must lie in [0, 1].")
+        _require(
+            self.top_k == -1 or self.top_k >= 1,
+            f"decode.top_k is {self.top_k!r}; it must be at least 1, or -1 for no limit.",
+        )
+        _require(0 < self.top_p <= 1, f"decode.top_p is {self.top_p!r}; it must lie in (0, 1].")
+        for token in self.suppress_ids:
+            _require(token >= 0, f"decode.suppress_ids holds {token}; token IDs are not negative.")
+        _require(all(self.stop), "decode.stop holds an empty text, which would end every response; leave it out.")
         num_slots = self.rounded_length // self.slot_size
         if num_slots % self.serial_num_blocks:
-            divisors = [d for d in range(1, num_slots + 1) if num_slots % d == 0]
+            divisors = [d for d in range(1, min(num_slots, 1000) + 1) if num_slots % d == 0]
             unit = self.slot_size * self.serial_num_blocks
             lower, upper = self.rounded_length // unit * unit, -(-self.rounded_length // unit) * unit
             lengths = " or ".join(str(length) for length in (lower, upper) if length)

@@ -4,6 +4,12 @@ One sequence at a time, NumPy, float32, no KV cache: every forward recomputes th
 remembered is kept as visibility instead. Each committed token records which tokens it saw in the forward that
 committed it, so recomputing its keys and values gives the ones it was committed with.
 
+A prompt may be a template: fixed text with holes in it. All of the text is committed before anything is decoded, so
+that the holes see the text after them; position IDs run over text and holes alike. An EOS ends its own hole only.
+
+A verification may carry the next draft: mask tokens behind the drafts, for the slots that come next if every draft is
+committed. Here each draft is computed by itself, and only counted as carried, which in causal order is the same.
+
 Two float32 programs can disagree about a decision that hangs by a hair, so a decode also reports its margin: the
 smallest distance of any decision from its opposite, in units of logits. Between two tokens that is the difference of
 their scores, between a probability and a threshold that of their logarithms.
@@ -73,15 +79,26 @@ def load_reference_model(directory) -> NumpyQwen3:
     return NumpyQwen3(config, load_file(directory / "model.safetensors"))
 
 
+@dataclass(frozen=True)
+class Hole:
+    """A place in a template where `length` tokens are to be decoded."""
+
+    length: int
+
+
+# Fixed token IDs and holes. Token IDs alone are a template whose one hole, as long as `gen_length`, follows them.
+Prompt = Sequence[int] | Sequence[Sequence[int] | Hole]
+
+
 @dataclass
 class DecodeResult:
     committed: list[int]  # response tokens, in position order
     positions: list[int]  # their position IDs
     order: list[int]  # for each, the index of the forward that committed it; the first draft is forward 0
-    forwards: int  # paper: verify and draft separately; self-correcting: verify and next draft are one
+    forwards: int  # paper: verify and draft separately; self-correcting: a verification may carry the next draft
     committed_eos_cut: bool  # a slot was committed only up to its EOS
     margin: float  # smallest distance of any decision from its opposite
-    fused_forwards: int | None = None  # this and the rest: paper only. Verify and next draft counted as one
+    fused_forwards: int | None = None  # this and the rest: paper only. Also counted so that verifications carry drafts
     fused_order: list[int] | None = None  # `order` in that counting
     infills: int | None = None
     tpf: float | None = None
@@ -89,8 +106,8 @@ class DecodeResult:
 
 def decode_paper(
     model: NumpyQwen3,
-    prompt: Sequence[int],
-    gen_length: int,
+    prompt: Prompt,
+    gen_length: int | None,
     slot_size: int,
     serial_num_blocks: int,
     slot_threshold: float,
@@ -100,86 +117,89 @@ def decode_paper(
     temperature: float = 0.0,
     gumbel: Noise | None = None,
     suppress: Sequence[int] = (),
+    carry_threshold: float = 0.0,
 ) -> DecodeResult:
     """The authors' decoding: draft, select, verify; accept whole slots from the front, else infill in parallel."""
-    row = _Row(model, prompt, slot_size, mask_id)
+    row = _Row(model, prompt, gen_length, slot_size, serial_num_blocks, mask_id)
     forwards = fused_forwards = infills = 0
-    carried_by = None  # index, in fused counting, of the verification that also computes the coming draft
+    carried = []  # the slots whose masks the last forward carried, after tokens that were all committed
     tokens_per_forward = []  # one ratio for each acceptance or infill
-    ending = False
-    for block in _serial_blocks(gen_length, slot_size, serial_num_blocks):
-        if ending:
-            break
-        remaining = block
-        while remaining:
-            # Draft. Always computed by itself: only the counts know that a verification may have carried it.
-            draw = fused_forwards if carried_by is None else carried_by
-            fused_forwards += carried_by is None
-            forwards += 1
-            picked, draft = row.draft_and_select(remaining, slot_threshold, temperature, gumbel, draw, suppress)
-            chosen, tokens = [remaining[i] for i in picked], draft[picked]
+    while row.open_slots:
+        # Draft. Always computed by itself: only the counts know that a verification may have carried it.
+        remaining = row.first_block(row.open_slots)
+        fused_forwards += not _begins_with(carried, remaining)
+        forwards += 1
+        chosen, tokens, proposed = row.draft_and_select(
+            remaining, slot_threshold, temperature, gumbel, fused_forwards - 1, suppress
+        )
 
-            # Verify globally: plain causal attention over the concatenated drafts.
-            positions, mask = row.positions_of(chosen), _causal(tokens.size)
-            logits = row.forward(tokens.ravel(), positions, mask)
-            carried_by = fused_forwards
-            fused_forwards += 1
-            forwards += 1
-            first, probability = _first_of_slot(tokens), _probability_at_previous(logits, tokens)
-            passed = first | (probability > token_threshold)
-            row.note(_threshold_gaps(probability, token_threshold)[_reached(passed) & ~first])
-            prefix = _leading(passed.ravel())
+        # Verify globally: plain causal attention over the concatenated drafts.
+        positions, slots, mask = row.positions_of(chosen), row.slots_of(chosen), _causal(len(tokens))
+        first = _first_of_slot(slots)
+        carried = row.carry(chosen, proposed[~first], carry_threshold)
+        logits = row.forward(tokens, positions, mask)
+        forwards += 1
+        fused_forwards += 1
+        probability = _probability_at_previous(logits, tokens)
+        passed = first | (probability > token_threshold)
+        row.note(_threshold_gaps(probability, token_threshold)[_reached(passed, slots) & ~first])
+        prefix = _leading(passed)
 
-            whole, end, found_eos = _accept(tokens, prefix, eos_ids)
-            if end:  # accept from the front
-                row.commit(tokens.ravel()[:end], positions[:end], mask[:end, :end], forwards - 1, fused_forwards - 1)
-                tokens_per_forward.append(slot_size * whole / 2)
-                remaining = [slot for slot in remaining if slot not in chosen[:whole]]
-                if found_eos:
-                    ending = True
-                    remaining = [slot for slot in remaining if slot < chosen[whole - 1]]
-                if end < tokens.size:  # the masks that followed saw a token that was not committed
-                    carried_by = None
-                continue
+        whole, end, found_eos = _accept(tokens, slots, prefix, eos_ids)
+        if end:  # accept from the front
+            row.commit(tokens[:end], positions[:end], mask[:end, :end], forwards - 1, fused_forwards - 1)
+            tokens_per_forward.append(slot_size * whole / 2)
+            row.close(chosen[:whole])
+            if found_eos:
+                row.end_hole(chosen[whole - 1])
+            if end < len(tokens):  # the masks saw a token that was not committed
+                carried = []
+            continue
 
-            # Infill: each chosen slot sees the committed tokens and itself, never another chosen slot.
-            carried_by = None
-            infills += 1
-            remaining = [slot for slot in remaining if slot not in chosen]
-            number_chosen, rounds = len(chosen), 0
-            marks = np.logical_and.accumulate(passed, axis=1)
-            while rounds < slot_size:
-                rounds += 1
-                if marks.all():
-                    break
-                positions, mask = row.positions_of(chosen), _causal_inside_slots(*tokens.shape)
-                visible = np.where(marks, tokens, mask_id)
-                logits = row.forward(visible.ravel(), positions, mask)
-                scores = scores_of(logits, positions, suppress=suppress)  # never any noise
-                row.note(_choice_gaps(scores)[~marks.ravel()])
-                tokens = np.where(marks, tokens, scores.argmax(axis=-1).reshape(tokens.shape))
+        # Infill: each chosen slot sees the committed tokens and itself, never another chosen slot.
+        infills += 1
+        number_chosen, rounds = len(chosen), 0
+        marks = _pass_marks(passed, slots)
+        while rounds < slot_size:
+            rounds += 1
+            if marks.all():
+                break
+            positions, slots = row.positions_of(chosen), row.slots_of(chosen)
+            mask = _causal_inside_slots(slots)
+            logits = row.forward(np.where(marks, tokens, mask_id), positions, mask)
+            scores = scores_of(logits, positions, suppress=suppress)  # never any noise
+            row.note(_choice_gaps(scores)[~marks])
+            tokens = np.where(marks, tokens, scores.argmax(axis=-1))
+            proposed = _probability_of(logits, tokens)
 
-                logits = row.forward(tokens.ravel(), positions, mask)
-                forwards += 2
-                fused_forwards += 2
-                follows_passed = np.hstack([np.ones_like(marks[:, :1]), marks[:, :-1]])
-                probability = _probability_at_previous(logits, tokens)
-                passed = follows_passed | (probability > token_threshold)
-                row.note(_threshold_gaps(probability, token_threshold)[_reached(passed) & ~follows_passed])
-                marks = np.logical_and.accumulate(passed, axis=1)
+            # Masks that follow see every chosen slot, as they will once these are committed.
+            carried = row.carry(chosen, proposed[~marks], carry_threshold)
+            logits = row.forward(tokens, positions, mask)
+            forwards += 2
+            fused_forwards += 2
+            follows_passed = _first_of_slot(slots) | np.append(False, marks[:-1])
+            probability = _probability_at_previous(logits, tokens)
+            passed = follows_passed | (probability > token_threshold)
+            row.note(_threshold_gaps(probability, token_threshold)[_reached(passed, slots) & ~follows_passed])
+            marks = _pass_marks(passed, slots)
 
-                with_eos = (marks & np.isin(tokens, eos_ids)).any(axis=1)
-                if with_eos.any():
-                    kept = int(with_eos.argmax()) + 1  # up to the first slot with a passed EOS
-                    chosen, tokens, marks = chosen[:kept], tokens[:kept], marks[:kept]
-                    marks[-1] = True
-                    ending = True
-                    remaining = [slot for slot in remaining if slot < chosen[-1]]
-            tokens_per_forward.append(slot_size * number_chosen / (2 * rounds))
+            with_eos = slots[marks & np.isin(tokens, eos_ids)]
+            if with_eos.size:
+                last = int(with_eos[0])  # the first slot with a passed EOS
+                if last != chosen[-1]:  # the masks saw slots that are given up
+                    carried = []
+                chosen = [slot for slot in chosen if slot <= last]
+                tokens, marks, slots = (values[slots <= last] for values in (tokens, marks, slots))
+                marks[slots == last] = True
+                row.end_hole(last)
+        tokens_per_forward.append(slot_size * number_chosen / (2 * rounds))
 
-            _, end, _ = _accept(tokens, tokens.size, eos_ids)
-            mask = _causal_inside_slots(*tokens.shape)[:end, :end]
-            row.commit(tokens.ravel()[:end], row.positions_of(chosen)[:end], mask, forwards - 1, fused_forwards - 1)
+        _, end, _ = _accept(tokens, slots, len(tokens), eos_ids)
+        positions, mask = row.positions_of(chosen), _causal_inside_slots(slots)
+        row.commit(tokens[:end], positions[:end], mask[:end, :end], forwards - 1, fused_forwards - 1)
+        row.close(chosen)
+        if end < len(tokens):
+            carried = []
 
     tpf = float(np.mean(tokens_per_forward))
     result = row.result(forwards, fused_forwards=fused_forwards, infills=infills, tpf=tpf)
@@ -188,8 +208,8 @@ def decode_paper(
 
 def decode_self_correcting(
     model: NumpyQwen3,
-    prompt: Sequence[int],
-    gen_length: int,
+    prompt: Prompt,
+    gen_length: int | None,
     slot_size: int,
     serial_num_blocks: int,
     slot_threshold: float,
@@ -200,50 +220,48 @@ def decode_self_correcting(
     temperature: float = 0.0,
     gumbel: Noise | None = None,
     suppress: Sequence[int] = (),
+    carry_threshold: float = 0.0,
 ) -> DecodeResult:
     """Draft and select as above; then the model's own next-token choices repair the chosen slots, all causally."""
-    row = _Row(model, prompt, slot_size, mask_id)
+    row = _Row(model, prompt, gen_length, slot_size, serial_num_blocks, mask_id)
     forwards = 0
-    carried = False  # whether the last forward's mask positions are the coming draft
-    ending = False
-    for block in _serial_blocks(gen_length, slot_size, serial_num_blocks):
-        if ending:
-            break
-        remaining = block
-        while remaining:
-            # A carried draft is computed again by itself, uncounted: in causal order nothing differs.
-            forwards += not carried
-            picked, draft = row.draft_and_select(remaining, slot_threshold, temperature, gumbel, 0, suppress)
-            chosen, tokens = [remaining[i] for i in picked], draft[picked]
-            remaining = [slot for slot in remaining if slot not in chosen]
+    carried = []  # as above
+    while row.open_slots:
+        # A carried draft is computed again by itself, uncounted: in causal order nothing differs.
+        remaining = row.first_block(row.open_slots)
+        forwards += not _begins_with(carried, remaining)
+        chosen, tokens, proposed = row.draft_and_select(remaining, slot_threshold, temperature, gumbel, 0, suppress)
+        settled = 0
 
-            while chosen:
-                positions, mask = row.positions_of(chosen), _causal(tokens.size)
-                logits = row.forward(tokens.ravel(), positions, mask)
-                forwards += 1
-                scores = scores_of(logits[:-1], positions[1:], temperature, gumbel, 0, suppress)
-                own = tokens.copy()  # a slot's first token has no choice but the draft's
-                own.ravel()[1:] = scores.argmax(axis=-1)
-                own[:, 0] = tokens[:, 0]
-                first, probability = _first_of_slot(tokens), _probability_at_previous(logits, tokens)
-                passed = first | (own == tokens) | (probability > token_threshold)
-                settled = _leading(passed.ravel())
-                row.note(_choice_gaps(scores)[~first.ravel()[1:]])
-                doubted = (own != tokens) & (np.arange(tokens.size).reshape(tokens.shape) <= settled)
-                row.note(_threshold_gaps(probability, token_threshold)[doubted])
+        while chosen:
+            positions, slots, mask = row.positions_of(chosen), row.slots_of(chosen), _causal(len(tokens))
+            first = _first_of_slot(slots)
+            carried = row.carry(chosen, proposed[settled:][~first[settled:]], carry_threshold)
+            logits = row.forward(tokens, positions, mask)
+            forwards += 1
+            scores = scores_of(logits[:-1], positions[1:], temperature, gumbel, 0, suppress)
+            # A slot's first token has no choice but the draft's.
+            own = np.where(first, tokens, np.append(tokens[0], scores.argmax(axis=-1)))
+            probability = _probability_at_previous(logits, tokens)
+            passed = first | (own == tokens) | (probability > token_threshold)
+            settled = _leading(passed)
+            row.note(_choice_gaps(scores)[~first[1:]])
+            doubted = (own != tokens) & (np.arange(len(tokens)) <= settled)
+            row.note(_threshold_gaps(probability, token_threshold)[doubted])
 
-                whole, end, found_eos = _accept(tokens, settled, eos_ids)
-                row.commit(tokens.ravel()[:end], positions[:end], mask[:end, :end], forwards - 1)
-                carried = end == tokens.size
-                if found_eos:
-                    ending = True
-                    remaining = [slot for slot in remaining if slot < chosen[whole - 1]]
-                    break
-                tokens.ravel()[settled:] = own.ravel()[settled:]
-                chosen, tokens = chosen[whole:], tokens[whole:]
-                if redraft and whole and chosen:
-                    remaining = sorted(remaining + chosen)
-                    break
+            whole, end, found_eos = _accept(tokens, slots, settled, eos_ids)
+            row.commit(tokens[:end], positions[:end], mask[:end, :end], forwards - 1)
+            row.close(chosen[:whole])
+            if end < len(tokens):  # the masks saw a token that was not committed
+                carried = []
+            if found_eos:
+                row.end_hole(chosen[whole - 1])
+                break
+            tokens[settled:] = own[settled:]
+            proposed[settled:] = _probability_at_previous(logits, own)[settled:]
+            chosen, tokens, proposed, settled = chosen[whole:], tokens[end:], proposed[end:], settled - end
+            if redraft and whole:
+                break
 
     return row.result(forwards)
 
@@ -273,19 +291,49 @@ def scores_of(logits, positions, temperature=0.0, gumbel: Noise | None = None, d
 class _Row:
     """One sequence: its committed tokens in buffer order, and for each which of the others it sees."""
 
-    def __init__(self, model, prompt, slot_size, mask_id):
-        self.model, self.slot_size, self.mask_id = model, slot_size, mask_id
-        self.prompt_length = len(prompt)
-        self.tokens = [int(token) for token in prompt]
-        self.positions = list(range(len(prompt)))
-        self.sees = _causal(len(prompt))
+    def __init__(self, model, prompt, gen_length, slot_size, serial_num_blocks, mask_id):
+        self.model, self.mask_id = model, mask_id
+        self.tokens, self.positions = [], []
+        self.slots = []  # the position IDs of each
+        self.hole_of = []  # for each, where its hole starts
+        length = 0
+        for segment in _template(prompt, gen_length, slot_size, serial_num_blocks):
+            if isinstance(segment, Hole):
+                for start in range(0, segment.length, slot_size):
+                    stop = min(start + slot_size, segment.length)
+                    self.slots.append(range(length + start, length + stop))
+                    self.hole_of.append(length)
+                length += segment.length
+            else:
+                self.tokens += [int(token) for token in segment]
+                self.positions += range(length, length + len(segment))
+                length += len(segment)
+        self.fixed_length = len(self.tokens)
+        self.sees = _causal(self.fixed_length)
+        self.open_slots = list(range(len(self.slots)))  # neither committed nor dropped
+        runs = np.array_split(self.open_slots, serial_num_blocks)
+        self.block_of = [block for block, run in enumerate(runs) for _ in run]
         self.order, self.fused_order = [], []  # of the response tokens only
         self.slot_cut = False
         self.margin = np.inf
 
     def positions_of(self, slots) -> np.ndarray:
-        starts = self.prompt_length + self.slot_size * np.array(slots)
-        return (starts[:, None] + np.arange(self.slot_size)).ravel()
+        return np.concatenate([self.slots[slot] for slot in slots])
+
+    def slots_of(self, slots) -> np.ndarray:
+        """For each token of these slots, its slot."""
+        return np.repeat(slots, [len(self.slots[slot]) for slot in slots])
+
+    def first_block(self, slots) -> list[int]:
+        """Those of `slots` that are in the first block any of them is in."""
+        return [slot for slot in slots if self.block_of[slot] == self.block_of[slots[0]]]
+
+    def close(self, slots):
+        self.open_slots = [slot for slot in self.open_slots if slot not in slots]
+
+    def end_hole(self, last):
+        """Slot `last` holds an EOS: drop those after it, of its own hole only."""
+        self.close([slot for slot in self.open_slots if self.hole_of[slot] == self.hole_of[last] and slot > last])
 
     def forward(self, tokens, positions, mask) -> np.ndarray:
         """Logits of a query that sees all that is committed, and itself through `mask`."""
@@ -296,19 +344,35 @@ class _Row:
         )[len(self.tokens) :]
 
     def draft_and_select(self, slots, slot_threshold, temperature, gumbel, draw, suppress):
-        """Proposals for every token of the slots, (slots, slot_size), and the indices of the slots to verify."""
-        shape = (len(slots), self.slot_size)
-        positions = self.positions_of(slots)
+        """The slots to verify, and for every token of them the proposal and its probability."""
+        positions, slot_of = self.positions_of(slots), self.slots_of(slots)
+        first = _first_of_slot(slot_of)
         logits = self.forward([self.mask_id] * len(positions), positions, _causal(len(positions)))
         scores = scores_of(logits, positions, temperature, gumbel, draw, suppress)
-        draft, gaps = scores.argmax(axis=-1).reshape(shape), _choice_gaps(scores).reshape(shape)
-        first_probability = softmax(logits[:: self.slot_size])[np.arange(len(slots)), draft[:, 0]]
+        draft, gaps = scores.argmax(axis=-1), _choice_gaps(scores)
+        probability = _probability_of(logits, draft)
 
-        picked = _select(first_probability, slot_threshold)
-        self.note(gaps[:, 0], gaps[picked], _threshold_gaps(first_probability, slot_threshold))
-        if len(slots) > 1 and not (first_probability > slot_threshold).any():
-            self.note(_choice_gaps(np.log(first_probability)))
-        return picked, draft
+        chosen = [slots[i] for i in _select(probability[first], slot_threshold)]
+        of_chosen = np.isin(slot_of, chosen)
+        self.note(gaps[first | of_chosen], _threshold_gaps(probability[first], slot_threshold))
+        if len(slots) > 1 and not (probability[first] > slot_threshold).any():
+            self.note(_choice_gaps(np.log(probability[first])))
+        return chosen, draft[of_chosen], probability[of_chosen]
+
+    def carry(self, chosen, proposed, carry_threshold) -> list[int]:
+        """The slots whose masks follow a verification of `chosen`: the next draft, should all of `chosen` be committed.
+
+        `proposed` are the probabilities with which the tokens that may yet fail were proposed. Where their product
+        does not exceed the threshold, no masks follow. Of a threshold 0 it always does.
+        """
+        waiting = self.first_block([slot for slot in self.open_slots if slot not in chosen])
+        if not waiting or carry_threshold == 0:
+            return waiting
+        with np.errstate(divide="ignore"):
+            lead = np.log(proposed).sum() - np.log(carry_threshold)
+        if carry_threshold < 1 and len(proposed):
+            self.note(np.abs(lead))
+        return waiting if lead > 0 else []
 
     def note(self, *gaps):
         """Decisions with these distances from their opposites have mattered."""
@@ -321,7 +385,7 @@ class _Row:
         self.positions += [int(position) for position in positions]
         self.order += [forward_index] * len(tokens)
         self.fused_order += [fused_index] * len(tokens)
-        self.slot_cut |= len(tokens) % self.slot_size != 0
+        self.slot_cut |= len(tokens) > 0 and self.positions[-1] not in [slot[-1] for slot in self.slots]
 
     def _extended(self, mask) -> np.ndarray:
         old, new = len(self.tokens), len(mask)
@@ -333,18 +397,20 @@ class _Row:
 
     def in_position_order(self, values) -> list[int]:
         """Values of the response tokens, given in the order of commitment."""
-        return [values[i] for i in np.argsort(self.positions[self.prompt_length :])]
+        return [values[i] for i in np.argsort(self.positions[self.fixed_length :])]
 
     def result(self, forwards, **counts) -> DecodeResult:
-        response = (self.tokens[self.prompt_length :], self.positions[self.prompt_length :], self.order)
+        response = (self.tokens[self.fixed_length :], self.positions[self.fixed_length :], self.order)
         return DecodeResult(*map(self.in_position_order, response), forwards, self.slot_cut, self.margin, **counts)
 
 
-def _serial_blocks(gen_length, slot_size, serial_num_blocks) -> list[list[int]]:
+def _template(prompt, gen_length, slot_size, serial_num_blocks) -> list[Sequence[int] | Hole]:
+    if not all(isinstance(part, int | np.integer) for part in prompt):
+        return list(prompt)
     slots = -(-gen_length // slot_size)
     if slots % serial_num_blocks:
         raise ValueError(f"{slots} slots do not divide into {serial_num_blocks} serial blocks")
-    return np.arange(slots).reshape(serial_num_blocks, -1).tolist()
+    return [prompt, Hole(slots * slot_size)]
 
 
 def _select(first_probability, slot_threshold) -> list[int]:
@@ -352,23 +418,28 @@ def _select(first_probability, slot_threshold) -> list[int]:
     return above.tolist() if above.size else [int(first_probability.argmax())]
 
 
-def _accept(tokens, prefix, eos_ids) -> tuple[int, int, bool]:
-    """What to commit of slots `tokens` whose first `prefix` tokens are good: (slots, tokens, whether EOS ends them)."""
-    slot_size = tokens.shape[1]
-    eos = np.flatnonzero(np.isin(tokens.ravel()[:prefix], eos_ids))
+def _accept(tokens, slots, prefix, eos_ids) -> tuple[int, int, bool]:
+    """What to commit of tokens whose first `prefix` are good: (slots, tokens, whether EOS ends them)."""
+    ends = np.append(np.flatnonzero(_first_of_slot(slots))[1:], len(slots))
+    eos = np.flatnonzero(np.isin(tokens[:prefix], eos_ids))
     if eos.size:
-        return int(eos[0]) // slot_size + 1, int(eos[0]) + 1, True
-    return prefix // slot_size, prefix // slot_size * slot_size, False
+        return int((ends <= eos[0]).sum()) + 1, int(eos[0]) + 1, True
+    whole = int((ends <= prefix).sum())
+    return whole, int(ends[whole - 1]) if whole else 0, False
+
+
+def _begins_with(carried, remaining) -> bool:
+    """Whether masks of slots `carried` have the logits of masks of `remaining` alone: attention is causal."""
+    return carried[: len(remaining)] == remaining
+
+
+def _probability_of(logits, tokens) -> np.ndarray:
+    return softmax(logits)[np.arange(len(tokens)), tokens]
 
 
 def _probability_at_previous(logits, tokens) -> np.ndarray:
-    """Next-token probability of each query token; those of slots' first tokens mean nothing and are 0."""
-    flat = tokens.ravel()
-    probability = np.zeros(len(flat), np.float32)
-    probability[1:] = softmax(logits[:-1])[np.arange(len(flat) - 1), flat[1:]]
-    probability = probability.reshape(tokens.shape)
-    probability[:, 0] = 0
-    return probability
+    """Next-token probability of each query token; those of slots' first tokens mean nothing."""
+    return np.append(np.float32(0), _probability_of(logits[:-1], tokens[1:]))
 
 
 def _threshold_gaps(probability, threshold) -> np.ndarray:
@@ -385,16 +456,22 @@ def _choice_gaps(scores) -> np.ndarray:
     return largest - second
 
 
-def _reached(passed) -> np.ndarray:
+def _pass_marks(passed, slots) -> np.ndarray:
+    """The passing tokens before which everything in their slot passed."""
+    return passed & _reached(passed, slots)
+
+
+def _reached(passed, slots) -> np.ndarray:
     """Where everything before a token in its slot passed, so that its own pass matters."""
-    before = np.logical_and.accumulate(passed, axis=1)[:, :-1]
-    return np.hstack([np.ones_like(passed[:, :1]), before])
+    reached = _first_of_slot(slots)
+    for i in range(1, len(reached)):
+        reached[i] |= reached[i - 1] and passed[i - 1]
+    return reached
 
 
-def _first_of_slot(tokens) -> np.ndarray:
-    first = np.zeros(tokens.shape, bool)
-    first[:, 0] = True
-    return first
+def _first_of_slot(slots) -> np.ndarray:
+    """Where the first token of a slot is, given each token's slot."""
+    return np.append(True, slots[1:] != slots[:-1])
 
 
 def _leading(flags) -> int:
@@ -406,8 +483,8 @@ def _causal(length) -> np.ndarray:
     return np.tril(np.ones((length, length), bool))
 
 
-def _causal_inside_slots(slots, slot_size) -> np.ndarray:
-    return np.kron(np.eye(slots, dtype=bool), _causal(slot_size))
+def _causal_inside_slots(slots) -> np.ndarray:
+    return (slots[:, None] == slots) & _causal(len(slots))
 
 
 def _rms_norm(x, weight, eps) -> np.ndarray:

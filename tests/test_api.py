@@ -1,6 +1,7 @@
 """Loading, logits and generation as a caller meets them."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import refusion_jax as rf
 from refusion_jax import api
 from refusion_jax.data import Tokenizer
-from refusion_jax.decoding.batching import check_request
+from refusion_jax.prompts import decode_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,13 +129,15 @@ def test_text_and_token_prompts_have_the_same_answers(model, answers):
     mixed = [tokens[0], PROMPTS[1], tuple(tokens[2]), np.array(tokens[3])]
     assert rf.generate(model, mixed, batch_size=4) == answers
     assert answers.text == [model.tokenizer.decode(response) for response in answers.tokens]
-    assert [len(field) for field in vars(answers).values()] == [4] * 7
+    assert [len(field) for field in vars(answers).values()] == [4] * 11
+    assert answers.holes == [[tokens] for tokens in answers.tokens]
+    assert answers.hole_texts == [[text] for text in answers.text]
 
 
 def test_a_model_without_tokenizer_answers_in_tokens(model, answers):
     bare = dataclasses.replace(model, tokenizer=None)
     tokens = [model.tokenizer.encode(prompt) for prompt in PROMPTS]
-    assert rf.generate(bare, tokens, batch_size=4) == dataclasses.replace(answers, text=None)
+    assert rf.generate(bare, tokens, batch_size=4) == dataclasses.replace(answers, text=None, hole_texts=None)
     with pytest.raises(rf.ConfigError, match="The model has no tokenizer; give prompts as lists of token IDs"):
         rf.generate(bare, PROMPTS)
 
@@ -151,23 +154,117 @@ def test_one_config_per_prompt(model, answers):
     assert max(map(len, of_shorter.committed)) <= 8 < max(map(len, answers.committed))
 
 
-def test_samples_depend_on_seed_and_index_alone(model):
-    hot = dataclasses.replace(model.decode, temperature=1.0)
+@pytest.fixture(scope="module")
+def hot(model):
+    return dataclasses.replace(model.decode, temperature=1.0)
+
+
+def test_samples_depend_on_seed_and_index_alone(model, hot):
     prompts = [PROMPTS[0]] * 7
     progress = []
     samples = rf.generate(model, prompts, hot, seed=3, batch_size=4, on_progress=progress.append)
-    assert progress == [4, 7]
+    assert progress == [1, 2, 3, 4, 5, 6, 7]
     assert len(set(map(tuple, samples.tokens))) > 1
     assert rf.generate(model, prompts, hot, seed=3, batch_size=3).tokens == samples.tokens
     assert rf.generate(model, prompts, hot, seed=4, batch_size=4).tokens != samples.tokens
 
 
-def test_a_vocabulary_padded_beyond_the_tokenizer_has_no_text_there(model, monkeypatch):
+def test_one_seed_per_prompt(model, hot):
+    by_seed = {seed: rf.generate(model, PROMPTS, hot, seed=seed, batch_size=4) for seed in (3, 8)}
+    assert all(one != other for one, other in zip(by_seed[3].tokens, by_seed[8].tokens, strict=True))
+    for seeds in ([3, 8, 8, 3], (3, 8, 8, 3), np.array([3, 8, 8, 3])):
+        mixed = rf.generate(model, PROMPTS, hot, seed=seeds, batch_size=4)
+        assert mixed.tokens == [by_seed[seed].tokens[index] for index, seed in enumerate([3, 8, 8, 3])]
+
+
+def test_several_samples_of_each_prompt(model, hot, answers):
+    """They stand next to each other, and the first is the one that is drawn alone."""
+    alone = rf.generate(model, PROMPTS[:3], hot, seed=3, batch_size=4)
+    three = rf.generate(model, PROMPTS[:3], hot, seed=3, batch_size=4, num_samples=3)
+    assert len(three.tokens) == len(three.text) == len(three.log_probabilities) == 9
+    assert three.tokens[::3] == alone.tokens and three.forwards[::3] == alone.forwards
+    for index in range(3):
+        assert len({tuple(tokens) for tokens in three.tokens[3 * index : 3 * index + 3]}) == 3
+    two = rf.generate(model, PROMPTS[:3], hot, seed=3, batch_size=4, num_samples=2)
+    assert two.tokens == [three.tokens[place] for place in (0, 1, 3, 4, 6, 7)]
+    greedy = rf.generate(model, PROMPTS, batch_size=4, num_samples=np.int64(2))
+    assert greedy.tokens == [tokens for tokens in answers.tokens for _ in range(2)]
+
+
+def test_restricted_sampling(model, hot, answers):
+    """The most probable token alone is the greedy one; suppressed tokens do not come."""
+    first = dataclasses.replace(hot, top_k=1)
+    nucleus = dataclasses.replace(hot, temperature=3.0, top_p=1e-6)
+    four = rf.generate(model, PROMPTS, [first, nucleus, hot, first], batch_size=4)
+    assert [four.tokens[index] for index in (0, 1, 3)] == [answers.tokens[index] for index in (0, 1, 3)]
+    common = {token for tokens in answers.tokens for token in tokens}
+    suppressing = dataclasses.replace(model.decode, suppress_ids=tuple(common))
+    without = rf.generate(model, PROMPTS, suppressing, batch_size=4)
+    assert common.isdisjoint(token for tokens in without.tokens for token in tokens)
+
+
+def test_statistics_add_up(model, answers):
+    statistics = rf.Statistics()
+    for count in (1, 2):
+        rf.generate(model, PROMPTS, batch_size=4, statistics=statistics)
+        assert statistics.prompts == 4 * count
+        assert statistics.tokens == count * sum(map(len, answers.tokens))
+        assert statistics.forwards == count * sum(answers.forwards)
+    assert statistics.row_forwards == 4 * statistics.iterations >= statistics.forwards
+    assert statistics.needed_positions <= statistics.positions
+
+
+def test_a_batch_as_large_as_memory_holds(model, answers, monkeypatch):
+    """But no larger than there are prompts."""
+    asked, statistics = [], rf.Statistics()
+
+    def fitting(config, buffer_length, width):
+        asked.append((config, buffer_length, width))
+        return 64
+
+    monkeypatch.setattr(api, "fitting_rows", fitting)
+    assert rf.generate(model, PROMPTS, batch_size="auto", statistics=statistics) == answers
+    config, buffer_length, width = asked[-1]
+    assert config == model.config and width >= 16 and buffer_length == 32 + width
+    assert statistics.row_forwards == 4 * statistics.iterations
+    monkeypatch.setattr(api, "fitting_rows", lambda *arguments: 4)
+    assert rf.generate(model, PROMPTS * 3, batch_size="auto").tokens == answers.tokens * 3
+
+
+def test_probabilities_are_the_models(model):
+    """Of a slot's first token where it was drafted, of any other behind what was committed before it."""
+    config = rf.DecodeConfig(gen_length=16, slot_size=4, slot_threshold=0.05, suppress_ids=model.config.eos_token_ids)
+    whole, single = dataclasses.replace(config, slot_size=16), dataclasses.replace(config, slot_threshold=0.9)
+    sampled = dataclasses.replace(single, temperature=1.0)
+    out = rf.generate(model, PROMPTS, [config, single, whole, sampled], batch_size=4)
+    assert out.order[1] != sorted(out.order[1]) and out.forwards[3] > out.forwards[1]
+    length = 32  # one shape for all
+    for index, prompt in enumerate(map(model.tokenizer.encode, PROMPTS)):
+        rows = sorted(zip(out.order[index], out.position_ids[index], out.committed[index],
+                          out.log_probabilities[index], strict=True))  # fmt: skip
+        assert len(rows) == 16
+        tokens = np.zeros((1, length), np.int32)
+        position_ids = np.zeros((1, length), np.int32)
+        end = len(prompt) + len(rows)
+        tokens[0, :end] = [*prompt, *(token for _, _, token, _ in rows)]
+        position_ids[0, :end] = [*range(len(prompt)), *(position for _, position, _, _ in rows)]
+        log_probabilities = jax.nn.log_softmax(rf.logits(model, tokens, position_ids)[0])
+        slot_size = 16 if index == 2 else 4
+        for place, (_, position, token, got) in enumerate(rows):
+            if (position - len(prompt)) % slot_size:
+                assert got == pytest.approx(float(log_probabilities[len(prompt) + place - 1, token]), abs=1e-4)
+            elif slot_size == 16:
+                masked = tokens.copy()
+                masked[0, len(prompt)] = model.config.mask_token_id
+                drafted = jax.nn.log_softmax(rf.logits(model, masked, position_ids)[0, len(prompt)])
+                assert got == pytest.approx(float(drafted[token]), abs=1e-4)
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_has_no_text_there(model):
     size = model.tokenizer.vocab_size
     letter = model.tokenizer.encode("R")
-    generation = rf.Generation([[*letter, size + 3, *letter]], None, [[]], [[]], [1], ["length"], [1.0])
-    monkeypatch.setattr(api, "decode_prompts", lambda *arguments: generation)
-    assert rf.generate(model, ["S:1?"]).text == ["RR"]
+    assert decode_tokens(model.tokenizer, [*letter, size + 3, *letter]) == "RR"
+    assert decode_tokens(None, letter) is None
 
 
 def test_no_prompts(model):
@@ -178,13 +275,20 @@ def test_no_prompts(model):
 @pytest.mark.parametrize(
     ("prompts", "arguments", "sentence"),
     [
-        ("S:1?", {}, "prompts is a single text; give a list of prompts."),
-        (["S:1?"], {"batch_size": 0}, "batch_size is 0; decode at least one row at once."),
+        ("S:1?", {}, "prompts is a single prompt; give a list of prompts."),
+        ({"segments": ["S:1?"]}, {}, "prompts is a single prompt; give a list of prompts."),
+        (["S:1?"], {"batch_size": 0}, "batch_size is 0; decode at least one row at once, or say 'auto'."),
+        (["S:1?"], {"batch_size": "all"}, "batch_size is 'all'; decode at least one row at once, or say 'auto'."),
+        (["S:1?"], {"num_samples": 0}, "num_samples is 0; ask for at least one."),
+        (["S:1?"], {"num_samples": 1.5}, "num_samples is 1.5; ask for at least one."),
+        (["S:1?"], {"num_samples": "2"}, "num_samples is '2'; ask for at least one."),
+        (["S:1?"], {"seed": [1, 2]}, "2 seeds for 1 prompts; give one, or one per prompt."),
+        (["S:1?"] * 2, {"seed": [1, -2]}, "seed is -2; it must be a whole number in [0, 2**31)."),
         (["S:1?"] * 3, {"config": [rf.DecodeConfig()] * 2}, "2 configs for 3 prompts; give one, or one per prompt."),
         (["\ud800"], {}, "Prompt 0: The prompt has half a surrogate pair, which is no Unicode text."),
         (["S:1?", ""], {}, "Prompt 1: The prompt is empty; give at least one token."),
         ([[5], [6], [5, 64_000]], {}, "Prompt 2: Prompt token 64000 lies outside the vocabulary of"),
-        (["S:1?", "R:" + "a" * 143], {}, "Prompt 1: The prompt has 145 tokens, with gen_length 16 that makes 161"),
+        (["S:1?", "R:" + "a" * 143], {}, "Prompt 1: The prompt has 145 tokens, with 16 to fill that makes 161"),
     ],
 )
 def test_generate_refuses(prompts, arguments, sentence, model):
@@ -194,9 +298,8 @@ def test_generate_refuses(prompts, arguments, sentence, model):
 
 
 def test_the_longest_prompt_that_fits(model):
-    prompt = "R:" + "a" * 142
-    assert len(model.tokenizer.encode(prompt)) + model.decode.rounded_length == model.config.max_position_embeddings
-    check_request(model.tokenizer.encode(prompt), model.decode, model.config)
+    prepared = rf.prepare(model, "R:" + "a" * 142, model.decode)
+    assert prepared.prompt_length + prepared.response_length == model.config.max_position_embeddings == 160
 
 
 @pytest.mark.parametrize(
@@ -228,6 +331,87 @@ def test_numpy_settings_and_prompts(model, answers):
     )
     prompts = [np.array(model.tokenizer.encode(prompt)) for prompt in PROMPTS]
     assert rf.generate(model, prompts, config, batch_size=4).tokens == answers.tokens
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------
+
+
+def stream(model, requests, rows=4, **options):
+    shape = {"prompt_length": 12, "response_length": 16, "sampling": False, "infilling": False}
+    return rf.generate_stream(model, requests, batch_size=rows, **(shape | options))
+
+
+def test_a_stream_gives_what_a_list_does(model, answers):
+    requests = [rf.StreamRequest(10 + i, prompt, model.decode) for i, prompt in enumerate(PROMPTS)]
+    got = sorted(stream(model, iter(requests)), key=lambda answer: answer.index)
+    assert [answer.index for answer in got] == [10, 11, 12, 13]
+    for field in ("tokens", "text", "committed", "order", "forwards", "finish_reason", "position_ids"):
+        assert [getattr(answer, field) for answer in got] == getattr(answers, field), field
+    prepared = [dataclasses.replace(r, prompt=rf.prepare(model, r.prompt, r.config)) for r in requests]
+    assert sorted(stream(model, prepared), key=lambda answer: answer.index) == got
+
+
+def test_a_stream_takes_requests_as_rows_become_free(model):
+    """It may be longer than memory: here it has no end."""
+    pulled = 0
+
+    def requests():
+        nonlocal pulled
+        for index in itertools.count():
+            pulled += 1
+            yield rf.StreamRequest(index, PROMPTS[index % 4], model.decode)
+
+    seen = []
+    endless = stream(model, requests())
+    assert pulled == 0
+    for answer in itertools.islice(endless, 30):
+        seen.append(answer.index)
+        # Four in rows, and the next one.
+        assert pulled - len(seen) <= 5
+    assert len(set(seen)) == 30 and max(seen) < 35
+    endless.close()
+
+
+def test_fixed_texts_in_a_stream_are_answered_as_they_are_taken(model):
+    pulled = 0
+
+    def requests():
+        nonlocal pulled
+        for index in range(200):
+            pulled += 1
+            yield rf.StreamRequest(index, {"segments": ["S:1?"]}, model.decode)
+
+    for count, answer in enumerate(stream(model, requests())):
+        assert (answer.index, answer.text, answer.forwards) == (count, "S:1?", 0)
+        assert pulled - count <= 6
+
+
+def test_answers_come_as_they_finish(model):
+    """All samples of a prompt, and short ones before a long one that began before them."""
+    short = dataclasses.replace(model.decode, gen_length=1, slot_size=1, serial_num_blocks=1)
+    long = dataclasses.replace(
+        model.decode, slot_size=1, slot_threshold=1.0, token_threshold=1.0, suppress_ids=model.config.eos_token_ids
+    )
+    requests = [rf.StreamRequest(0, PROMPTS[0], long)]
+    requests += [rf.StreamRequest(index, PROMPTS[index % 4], short) for index in range(1, 7)]
+    names = [(a.index, a.sample) for a in stream(model, requests, num_samples=2, suppressed=1)]
+    assert len(names) == 14 == len(set(names))
+    assert names[-2:] in ([(0, 0), (0, 1)], [(0, 1), (0, 0)])
+
+
+def test_an_unusable_request_is_named_when_it_is_taken(model):
+    requests = [rf.StreamRequest(5, PROMPTS[0], model.decode), rf.StreamRequest(9, "S:\u4e2d?", model.decode)]
+    with pytest.raises(rf.ConfigError) as caught:
+        list(stream(model, requests))
+    assert str(caught.value) == "Prompt 9: The prompt has characters that the tokenizer does not know."
+    with pytest.raises(rf.ConfigError, match="The stream was made for prompt_length 32, too little for 40; make it"):
+        list(stream(model, [rf.StreamRequest(0, [5] * 40, model.decode)]))
+    with pytest.raises(rf.ConfigError, match="num_samples is 0"):
+        list(stream(model, [], num_samples=0))
+
+
+def test_no_requests(model):
+    assert list(stream(model, [])) == []
 
 
 @pytest.mark.parametrize("position", [-1, 10**6])

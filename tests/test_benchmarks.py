@@ -1,13 +1,16 @@
-"""The training benchmark's arithmetic, tables and protocol; nothing here measures anything."""
+"""The benchmarks' arithmetic, tables and protocols; nothing here measures anything worth telling."""
 
 import json
+import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import train, yardstick
+from benchmarks import common, decode, train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
+from refusion_jax.modeling import Transformer
 
 OURS = train.Turn(seconds=2.0, tokens=3000, step_seconds=[0.5, 0.5, 1.0], waited=0.1, page_faults=10)
 THEIRS = train.Turn(seconds=4.0, tokens=3000, step_seconds=[2.0, 2.0])
@@ -74,9 +77,9 @@ def interpreter_that_answers(path, *answers):
 def test_yardstick_protocol(tmp_path):
     turn = {"seconds": 4.0, "tokens": 3000, "step_seconds": [2.0, 2.0]}
     python = interpreter_that_answers(tmp_path / "python", {"versions": {"torch": "2"}}, turn)
-    process = train.Yardstick(python, ModelConfig(vocab_size=64), np.ones((2, 3), int))
+    process = common.Yardstick(python, "yardstick.py", {"model": train.yardstick_model(ModelConfig(vocab_size=64))})
     assert process.versions == {"torch": "2"}
-    assert process.measure(4.0) == THEIRS
+    assert train.Turn(**process.ask(4.0)) == THEIRS
     process.close()
 
 
@@ -89,4 +92,92 @@ def test_yardstick_says_what_is_missing(tmp_path, name, message):
     (tmp_path / "ends").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "ends").chmod(0o755)
     with pytest.raises(ConfigError, match=message):
-        train.Yardstick(str(tmp_path / name), ModelConfig(vocab_size=64), np.ones((2, 3), int))
+        common.Yardstick(str(tmp_path / name), "yardstick.py", {})
+
+
+@pytest.mark.parametrize("script", ["train.py", "decode.py", "infilling.py"])
+def test_benchmarks_run_as_scripts(script, tmp_path):
+    """From any directory, though a script's own directory is all that Python puts on its path."""
+    command = [sys.executable, str(common.HERE / script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"benchmarks/{script}" in done.stdout
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+TURNS = [decode.Turn(2.0, 0.5, 1.0, tokens=100, iterations=10, forwards=25)]
+TURNS += [decode.Turn(4.0, 0.7, 3.0, tokens=100, iterations=10, forwards=25)]
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return decode.read_cases()
+
+
+def test_decoding_summary_and_row():
+    record = decode.summarise(TURNS)
+    assert record["tokens_per_second"] == {"median": 37.5, "min": 25.0, "max": 50.0}
+    assert record["ms_per_forward"] == {"median": 200.0, "min": 100.0, "max": 300.0}
+    assert record["tokens_per_forward"] == 4.0
+    assert record["prefill_seconds"] == pytest.approx(0.6)
+    row = decode.speed_row(record | {"model": "100m", "batch_size": 4, "decoding": "ReFusion"})
+    assert len(row) == len(decode.SPEED_HEADER)
+    assert row[:5] == ["100m", "4", "ReFusion", "100", "38 (25 to 50)"]
+
+
+def test_characters_of_the_recorded_cases(cases):
+    ids = decode.vocabulary(cases)
+    characters = {c for case in cases for c in case["question"] + case["gold"]}
+    assert set(ids) == characters and len(set(ids.values())) == len(ids)
+    right = decode.exact_match([decode.response_of(case) for case in cases], decode.golds(cases))
+    assert right == pytest.approx(102 / 160)
+
+
+def test_a_character_has_one_token():
+    case = {"question": "ab", "gold": "b", "prompt": [4, 5], "expected": [4, 5, 5, 1]}
+    assert decode.vocabulary([case]) == {"a": 4, "b": 5}
+    with pytest.raises(ValueError, match="'b' is both token 5 and 6"):
+        decode.vocabulary([case, case | {"prompt": [4, 6]}])
+
+
+def test_responses_end_with_the_first_eos():
+    assert decode.through_eos([5, 1, 6, 1]) == [5, 1]
+    assert decode.through_eos([5, 6]) == [5, 6]
+
+
+def test_recorded_calls_are_forwards_of_the_prompts(cases):
+    for case in cases:
+        rows, length, cached = case["calls"][0]
+        assert rows == 1 and cached == 0 and length > len(case["prompt"])
+
+
+def test_yardstick_table():
+    one = {"median": 2.0, "min": 1.0, "max": 3.0}
+    ours = {"algorithm": "paper", "batch_size": 16, "exact_match": 0.75, "tokens_per_second": one, "ratio": one}
+    table = decode.yardstick_table({"tokens_per_second": one, "exact_match": 0.5, "ours": [ours]})
+    assert "| yardstick | 1 | 0.500 | 2 (1 to 3) | 1 |" in table
+    assert "| paper | 16 | 0.750 | 2 (1 to 3) | 2.00 (1.00 to 3.00) |" in table
+
+
+def test_mixed_lengths_differ_widely():
+    lengths = decode.mixed_lengths()
+    assert (len(lengths), min(lengths), max(lengths)) == (256, 8, 256)
+    assert lengths != sorted(lengths)
+
+
+def test_the_random_model_has_100_million_parameters():
+    module, one = Transformer(decode.SHAPE_100M), np.zeros((1, 1), np.int32)
+    shapes = jax.tree.leaves(jax.eval_shape(module.init, jax.random.key(0), one, one))
+    assert 95e6 < sum(leaf.size for leaf in shapes) < 105e6
+
+
+@pytest.mark.parametrize("sizes", [["0"], ["4", "x"], ["-1"], []])
+def test_unusable_batch_sizes(sizes):
+    with pytest.raises(ConfigError, match="--batch_sizes"):
+        decode.parse_batch_sizes(sizes)
+    assert decode.parse_batch_sizes(["1", "16"]) == [1, 16]
+
+
+def test_unknown_models():
+    with pytest.raises(ConfigError, match="'7b'; the models are reference, 100m"):
+        decode.parse_models(["reference", "7b"])

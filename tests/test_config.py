@@ -52,6 +52,21 @@ REFUSED = [
     (DecodeConfig, {"algorithm": "papr"}, "decode.algorithm is 'papr'.* Did you mean 'paper'?"),
     (DecodeConfig, {"slot_threshold": 1.5}, r"decode.slot_threshold is 1.5; .* must lie in \[0, 1\]."),
     (DecodeConfig, {"gen_length": 0}, "decode.gen_length is 0; it must be a number of at least 1."),
+    (DecodeConfig, {"carry_threshold": -0.1}, r"decode.carry_threshold is -0.1; .* must lie in \[0, 1\]."),
+    (DecodeConfig, {"carry_threshold": math.nan}, "decode.carry_threshold is nan"),
+    (DecodeConfig, {"temperature": -0.5}, "decode.temperature is -0.5; it must be a number of at least 0."),
+    (DecodeConfig, {"temperature": math.inf}, "decode.temperature is inf"),
+    (DecodeConfig, {"top_k": 0}, "decode.top_k is 0; it must be at least 1, or -1 for no limit."),
+    (DecodeConfig, {"top_k": -2}, "decode.top_k is -2; it must be at least 1"),
+    (DecodeConfig, {"top_k": 5.0}, "decode.top_k is 5.0; it must be of type int."),
+    (DecodeConfig, {"top_p": 0.0}, r"decode.top_p is 0.0; it must lie in \(0, 1\]."),
+    (DecodeConfig, {"top_p": 1.5}, r"decode.top_p is 1.5; it must lie in \(0, 1\]."),
+    (DecodeConfig, {"top_p": math.nan}, "decode.top_p is nan"),
+    (DecodeConfig, {"suppress_ids": (3, -1)}, "decode.suppress_ids holds -1; token IDs are not negative."),
+    (DecodeConfig, {"suppress_ids": 3}, "decode.suppress_ids is 3; it must be a tuple of int."),
+    (DecodeConfig, {"stop": ("a", "")}, "decode.stop holds an empty text, which would end every response"),
+    (DecodeConfig, {"stop": "ab"}, "decode.stop is 'ab'; it must be a tuple of str."),
+    (DecodeConfig, {"redraft": 1}, "decode.redraft is 1; it must be of type bool."),
 ]
 
 
@@ -62,11 +77,44 @@ def test_unusable_values_are_refused_in_one_sentence(section, values, sentence):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_k": -1, "top_p": 1.0},
+        {"top_k": 1, "top_p": 1e-6, "temperature": 0.5},
+        {"top_k": 10**6},
+        {"carry_threshold": 0.0},
+        {"carry_threshold": 1.0},
+        {"suppress_ids": (0, 7), "stop": ("\n", "END")},
+    ],
+)
+def test_the_ends_of_the_ranges_can_be_used(values):
+    config = DecodeConfig(**values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_decoding_is_greedy_and_unrestricted_by_default():
+    config = DecodeConfig()
+    assert (config.temperature, config.top_k, config.top_p) == (0, -1, 1)
+    assert (config.carry_threshold, config.suppress_ids, config.stop) == (0, (), ())
+
+
+def test_every_decode_setting_has_a_line_of_help():
+    for field in dataclasses.fields(DecodeConfig):
+        assert field.metadata["help"], field.name
+
+
 def test_sections_must_agree():
     with pytest.raises(ConfigError, match=r"data.max_length is 256, beyond model.max_position_embeddings \(128\)"):
         Config(model=ModelConfig(max_position_embeddings=128), data=DataConfig(max_length=256))
     with pytest.raises(ConfigError, match=r"optimizer.warmup_steps is 100, more than train.steps \(50\)"):
         Config(train=TrainConfig(steps=50))
+    with pytest.raises(ConfigError, match=r"decode.gen_length is 100, in whole slots 112; .*, 112: lower"):
+        Config(
+            model=ModelConfig(max_position_embeddings=112),
+            data=DataConfig(max_length=64),
+            decode=DecodeConfig(gen_length=100),
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +146,11 @@ def test_a_config_survives_json():
         data=DataConfig(source="json", train_files=("a.jsonl", "b.jsonl")),
         slots=SlotsConfig(sizes=(4, 8)),
         optimizer=OptimizerConfig(learning_rate=1e-4),
+        decode=DecodeConfig(top_k=5, top_p=0.5, temperature=1.0, suppress_ids=(4, 9), stop=("\n", "é")),
     )
     values = json.loads(json.dumps(to_dict(config)))
     assert values["slots"]["sizes"] == [4, 8]
+    assert (values["decode"]["suppress_ids"], values["decode"]["stop"]) == ([4, 9], ["\n", "é"])
     assert from_dict(Config, values) == config
 
 

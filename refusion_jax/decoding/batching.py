@@ -1,49 +1,48 @@
-"""From lists of prompts and settings to static-shape batches, and back to one result per prompt.
+"""A stream of prompts on a fixed batch: when rows finish, the next prompts take them over.
 
-Batch, prompt length and response length are rounded up to a few buckets, so that a second call in the same buckets
-compiles nothing. Prompts are decoded in batches of at most `batch_size`; rows that fill a batch up are finished from
-the start.
+Batch, prompt length and response length are rounded up to a few buckets, so that another stream in the same buckets
+compiles nothing. The compiled loop runs until enough rows are free for the next prompts; between two runs of it the
+host collects what finished and has the next prompts prefilled into the free rows.
 """
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
-from refusion_jax.decoding.refusion import DecodeState, Request, decode_loop, prefill
-from refusion_jax.modeling import Transformer
+from refusion_jax.decoding.generation import Answer, Generation, Row, Statistics, read_row
+from refusion_jax.decoding.layout import Layout, Template, prepare_layout
+from refusion_jax.decoding.refusion import (
+    Program,
+    Request,
+    admit,
+    decode_loop,
+    empty_state,
+    prefill_prefix,
+    release,
+)
+from refusion_jax.decoding.rules import DEFAULT_RULES, Rules
+from refusion_jax.modeling import KVCache, Transformer
 
 MIN_PROMPT_BUCKET = 32
-MIN_RESPONSE_BUCKET = 128
+MIN_RESPONSE_BUCKET = 64
 MIN_WIDTH = 16
+MIN_TOKENS = 64  # packing fewer tokens gains nothing
+PACKED_QUARTERS = (1, 2, 3)  # of the tokens that full rows would have
+ROWS_PER_ADMISSION = 8  # one prefill fills this part of the rows, so that it always has the same shape
+LEAST_GROUP = 32  # jobs worth compiling for
+NO_LIMIT = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One list entry per prompt, in input order.
-
-    Attributes:
-      tokens: response token IDs up to and including the first EOS.
-      text: the decoded response; None without a tokenizer.
-      committed: every committed response token in position order. After an EOS that an earlier slot brought late there
-        can be more.
-      order: for each committed token, which of the row's forwards committed it, from 0.
-      forwards: forwards the row took part in; the first draft counts, the prefill does not.
-      finish_reason: "eos" or "length".
-      tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over acceptances), committed tokens per forward
-        otherwise.
-    """
-
-    tokens: list[list[int]]
-    text: list[str] | None
-    committed: list[list[int]]
-    order: list[list[int]]
-    forwards: list[int]
-    finish_reason: list[str]
-    tpf: list[float]
+def _capacity(response_length: int) -> int:
+    return bucket(response_length, MIN_RESPONSE_BUCKET)
 
 
 def bucket(size: int, minimum: int) -> int:
@@ -53,142 +52,428 @@ def bucket(size: int, minimum: int) -> int:
     return minimum
 
 
-def check_request(prompt: Sequence[int], config: DecodeConfig, model: ModelConfig) -> None:
-    """Refuses a prompt that cannot be decoded.
+def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
+    """The (tokens, width) pairs a decode is compiled for, cheapest first.
 
-    Raises:
-      ConfigError: for an empty prompt, a token outside the vocabulary, or one too long for the model.
+    Widths are powers of two. With several rows their queries differ in length, so each width also comes with fewer
+    tokens than full rows would have: the dense layers then run on packed tokens.
     """
-    if len(prompt) == 0:
-        raise ConfigError("The prompt is empty; give at least one token.")
-    outside = [token for token in prompt if not 0 <= token < model.vocab_size]
-    if outside:
-        raise ConfigError(f"Prompt token {outside[0]} lies outside the vocabulary of {model.vocab_size} tokens.")
-    total = len(prompt) + config.rounded_length
-    if total > model.max_position_embeddings:
-        raise ConfigError(
-            f"The prompt has {len(prompt)} tokens, with gen_length {config.rounded_length} that makes {total}, beyond "
-            f"the model's maximum of {model.max_position_embeddings}; shorten the prompt or lower gen_length."
+    widths = [MIN_WIDTH * 2**i for i in range((bucket(capacity, MIN_WIDTH) // MIN_WIDTH).bit_length())]
+    shapes = set()
+    for width in widths:
+        full = rows * width
+        packed = (full * quarters // 4 for quarters in PACKED_QUARTERS)
+        shapes |= {(full, width)} | {(tokens, width) for tokens in packed if tokens >= max(width, MIN_TOKENS)}
+    return tuple(sorted(shapes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One response to decode.
+
+    Attributes:
+      index, sample: the prompt's index and which of its samples this is; together they name the job.
+      layout, config: what is asked for.
+      seed: with index and sample, all that its random draws depend on.
+    """
+
+    index: int
+    sample: int
+    layout: Layout
+    config: DecodeConfig
+    seed: int = 0
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """What the job is called in a stream."""
+        return self.index, self.sample
+
+
+class Stream:
+    """Decodes jobs on a fixed number of rows.
+
+        stream = Stream(module, params, rows=16, prompt_length=100, response_length=64)
+        stream.submit(job)
+        while stream.busy:
+            for answer in stream.advance():
+                ...
+
+    Args:
+      module, params: the model.
+      rows: responses decoded at once.
+      prompt_length, response_length: the largest of any job, in tokens; rounded up to buckets.
+      prefix: token IDs that stand before every prompt; their KV is computed once and shared by all rows.
+      rules: the functions that decide.
+      suppressed: the largest number of suppressed IDs of any job.
+      sampling, infilling: whether any job has a temperature, or the algorithm "paper"; programs for neither are
+        smaller.
+      statistics: an object to add to.
+    """
+
+    def __init__(
+        self,
+        module: Transformer,
+        params: Any,
+        *,
+        rows: int,
+        prompt_length: int,
+        response_length: int,
+        prefix: Sequence[int] = (),
+        rules: Rules = DEFAULT_RULES,
+        suppressed: int = 0,
+        sampling: bool = True,
+        infilling: bool = True,
+        statistics: Statistics | None = None,
+    ):
+        self.statistics = Statistics() if statistics is None else statistics
+        self._measured = statistics is not None
+        self._params, self._model = params, module.config
+        self._capacity = _capacity(response_length)
+        self._prompt_length = bucket(prompt_length, MIN_PROMPT_BUCKET)
+        self._suppressed = bucket(suppressed, 4) if suppressed else 0
+        self._program = Program(module, query_shapes(rows, self._capacity), rules, sampling, infilling)
+        self._jobs: list[Job | None] = [None] * rows
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._reasons: dict[tuple[int, int], str] = {}
+        self._admission = max(1, rows // ROWS_PER_ADMISSION)
+        with self._timed("prefill_seconds"):
+            self._prefix = self._prefill_prefix(prefix) if len(prefix) else None
+            self._offset = len(prefix)
+            self._request = jax.device_put(self._lay_out([], rows))
+            buffer_length = self._prompt_length + self._capacity
+            self._state = empty_state(self._program, rows, self._capacity, buffer_length)
+
+    def submit(self, job: Job) -> None:
+        """Puts a job in line.
+
+        Raises:
+          ConfigError: when it exceeds what the stream was made for.
+        """
+        for what, has, most in (
+            ("prompt_length", job.layout.prompt_length, self._prompt_length),
+            ("response_length", job.layout.response_length, self._capacity),
+            ("suppressed", len(_suppressed_ids(job.config, self._model)), self._suppressed),
+        ):
+            if has > most:
+                raise ConfigError(f"The stream was made for {what} {most}, too little for {has}; make it larger.")
+        if (job.config.temperature > 0) > self._program.sampling:
+            raise ConfigError("The stream was made for greedy jobs; make it with sampling=True.")
+        if (job.config.algorithm == "paper") > self._program.infilling:
+            raise ConfigError('The stream was made without algorithm "paper"; make it with infilling=True.')
+        self._waiting.append(job)
+
+    def cancel(self, name: tuple[int, int], reason: str = "cancelled") -> None:
+        """Ends a job early: `advance` gives its answer as far as it came, with `reason` as its finish_reason."""
+        self._reasons[name] = reason
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job has not been answered."""
+        return bool(self._waiting) or any(job is not None for job in self._jobs)
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether any unfinished job has a stop text, which only the host can see."""
+        return any(job is not None and job.config.stop for job in self._jobs)
+
+    @property
+    def room(self) -> int:
+        """How many more jobs would start at once or wait for the next free rows."""
+        return max(0, self._jobs.count(None) + self._admission - len(self._waiting))
+
+    def advance(
+        self, most_iterations: int = NO_LIMIT, observe: Callable[[Job, Row], None] | None = None
+    ) -> list[Answer]:
+        """Starts waiting jobs in free rows and decodes, until rows are free for the next ones or all are finished.
+
+        Args:
+          most_iterations: returns after so many forwards at the latest.
+          observe: called with every job that has a row and how far it came, before the answers are returned.
+
+        Returns:
+          the answers that were finished.
+        """
+        answers = self._drop_waiting()
+        with self._timed("prefill_seconds"):
+            while self._waiting and None in self._jobs:
+                self._admit()
+            cancelled = np.array([job is not None and job.name in self._reasons for job in self._jobs])
+            if cancelled.any():
+                self._state = release(self._state, cancelled)
+            if self._measured:
+                jax.block_until_ready(self._state.open)  # to tell prefill from decoding
+        occupied = sum(job is not None for job in self._jobs)
+        # Free rows are useful only while jobs wait for them; at the end, answers should not wait for the slowest row.
+        batch = self._admission if self._waiting else max(self._admission, occupied // 4)
+        with self._timed("decode_seconds"):
+            limits = np.int32(max(1, occupied - batch + 1)), np.int32(most_iterations)
+            self._state, work = decode_loop(
+                self._program, self._params, self._prefix, self._request, self._state, *limits
+            )
+            fetched, work = jax.device_get((self._state.replace(cache=None), work))
+        iterations = int(work.iterations)
+        self.statistics.iterations += iterations
+        self.statistics.row_forwards += iterations * len(self._jobs)
+        self.statistics.positions += int(work.positions)
+        self.statistics.needed_positions += int(work.needed_positions)
+        return answers + self._collect(fetched, observe)
+
+    def _drop_waiting(self) -> list[Answer]:
+        dropped = [job for job in self._waiting if job.name in self._reasons]
+        for job in dropped:
+            self._waiting.remove(job)
+        return [self._answer(job, _blank_row(self._capacity)) for job in dropped]
+
+    def _collect(self, state: Any, observe: Callable[[Job, Row], None] | None) -> list[Answer]:
+        answers = []
+        for index, job in enumerate(self._jobs):
+            if job is None:
+                continue
+            row = Row(
+                state.tokens[index],
+                state.probabilities[index],
+                state.committed[index],
+                state.commit_forwards[index],
+                int(state.forwards[index]),
+                state.accepted[index],
+                int(state.events[index]),
+            )
+            if observe is not None:
+                observe(job, row)
+            if not state.open[index].any():
+                self._jobs[index] = None
+                answers.append(self._answer(job, row))
+        return answers
+
+    def _answer(self, job: Job, row: Row) -> Answer:
+        reason = self._reasons.pop(job.name, None)
+        answer = read_row(row, job.layout, job.config, self._model.eos_token_ids, job.index, job.sample, reason)
+        self.statistics.prompts += 1
+        self.statistics.tokens += len(answer.tokens)
+        self.statistics.forwards += answer.forwards
+        return dataclasses.replace(answer, position_ids=[self._offset + p for p in answer.position_ids])
+
+    def _admit(self) -> None:
+        """Starts the next jobs, as many as one prefill takes."""
+        free = [row for row, job in enumerate(self._jobs) if job is None][: self._admission]
+        jobs = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
+        length = bucket(max(job.layout.prompt_length for job in jobs), MIN_PROMPT_BUCKET)
+        tokens = np.full((self._admission, length), self._model.pad_token_id, np.int32)
+        position_ids = np.zeros_like(tokens)
+        lengths = np.zeros(self._admission, np.int32)
+        rows = np.full(self._admission, len(self._jobs), np.int32)
+        for index, (row, job) in enumerate(zip(free, jobs, strict=False)):
+            count = job.layout.prompt_length
+            tokens[index, :count] = job.layout.tokens
+            position_ids[index, :count] = self._offset + job.layout.token_position_ids
+            lengths[index], rows[index] = count, row
+            self._jobs[row] = job
+        asked = self._lay_out(jobs, self._admission)
+        self._request, self._state = admit(
+            self._program.module,
+            self._params,
+            self._prefix,
+            *(tokens, position_ids, lengths, rows, asked),
+            self._request,
+            self._state,
         )
+
+    def _lay_out(self, jobs: Sequence[Job], rows: int) -> Request:
+        return make_request(jobs, rows, self._capacity, self._suppressed, self._offset, self._model)
+
+    def _prefill_prefix(self, prefix: Sequence[int]) -> KVCache:
+        tokens = np.full((1, bucket(len(prefix), MIN_PROMPT_BUCKET)), self._model.pad_token_id, np.int32)
+        tokens[0, : len(prefix)] = prefix
+        return prefill_prefix(self._program.module, self._params, tokens, np.array([len(prefix)], np.int32))
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to the statistics, compiling apart."""
+        compiling = 0.0
+
+        def listen(event: str, duration_secs: float, **_: Any) -> None:
+            nonlocal compiling
+            if event.startswith("/jax/core/compile/"):
+                compiling += duration_secs
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+            passed = time.perf_counter() - start
+            self.statistics.seconds += passed
+            self.statistics.compile_seconds += compiling
+            setattr(self.statistics, name, getattr(self.statistics, name) + max(0.0, passed - compiling))
+
+
+def _blank_row(capacity: int) -> Row:
+    zeros = np.zeros(capacity, np.int32)
+    return Row(zeros, zeros.astype(np.float32), zeros.astype(bool), zeros, 0, zeros, 0)
+
+
+def unstarted(job: Job) -> Answer:
+    """The answer to a job that has nothing to decode."""
+    return read_row(_blank_row(0), job.layout, job.config, (), *job.name, None)
+
+
+def _suppressed_ids(config: DecodeConfig, model: ModelConfig) -> list[int]:
+    special = [model.pad_token_id, model.mask_token_id] if config.suppress_special else []
+    return [*config.suppress_ids, *special]
+
+
+def count_suppressed(config: DecodeConfig) -> int:
+    """How many token IDs a config suppresses."""
+    return len(config.suppress_ids) + 2 * config.suppress_special
+
+
+@jax.jit
+@jax.vmap
+def random_keys(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
+    """(n, 2) uint32 key data, a function of seed, prompt index and sample, (n,) uint32 each."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), sample))
+
+
+def make_request(
+    jobs: Sequence[Job], rows: int, capacity: int, suppressed: int, offset: int, model: ModelConfig
+) -> Request:
+    """Lays out settings as arrays: rows beyond the jobs are finished from the start.
+
+    Args:
+      jobs: at most `rows`.
+      capacity: response offsets. suppressed: suppressed IDs per row.
+      offset: tokens of a shared prefix, by which all position IDs are moved.
+      model: for its special tokens.
+    """
+    configs = [job.config for job in jobs]
+    idle = rows - len(jobs)
+
+    def per_row(values: Sequence[Any], dtype: Any, idle_value: Any = 0) -> Any:
+        return np.array([*values, *[idle_value] * idle], dtype)
+
+    def per_offset(values: Sequence[np.ndarray]) -> Any:
+        table: Any = np.zeros((rows, capacity), np.int32)
+        for row, labels in zip(table, values, strict=False):
+            row[: len(labels)] = labels
+        return table
+
+    lengths = per_row([job.layout.response_length for job in jobs], np.int32)
+    offsets: Any = np.arange(capacity, dtype=np.int32)
+    slot_starts = per_offset([job.layout.slot_starts for job in jobs])
+    keys: Any = np.zeros((rows, 2), np.uint32)
+    if any(config.temperature > 0 for config in configs):
+        keys = random_keys(
+            per_row([job.seed for job in jobs], np.uint32),
+            per_row([job.index for job in jobs], np.uint32),
+            per_row([job.sample for job in jobs], np.uint32),
+        )
+    suppressed_ids: Any = np.full((rows, suppressed), model.vocab_size, np.int32)
+    for row, config in zip(suppressed_ids, configs, strict=False):
+        ids = _suppressed_ids(config, model)
+        row[: len(ids)] = ids
+    return Request(
+        position_ids=offset + per_offset([job.layout.position_ids for job in jobs]),
+        slot_starts=slot_starts,
+        blocks=per_offset([job.layout.blocks for job in jobs]),
+        holes=per_offset([job.layout.holes for job in jobs]),
+        is_response=offsets < lengths[:, None],
+        self_correcting=per_row([c.algorithm == "self_correcting" for c in configs], np.bool_, True),
+        redraft=per_row([c.redraft for c in configs], np.bool_),
+        slot_thresholds=per_row([c.slot_threshold for c in configs], np.float32),
+        token_thresholds=per_row([c.token_threshold for c in configs], np.float32),
+        carry_thresholds=per_row([c.carry_threshold for c in configs], np.float32),
+        temperatures=per_row([c.temperature for c in configs], np.float32),
+        top_ks=per_row([c.top_k if 0 < c.top_k < model.vocab_size else model.vocab_size for c in configs], np.int32),
+        top_ps=per_row([c.top_p for c in configs], np.float32, 1),
+        keys=keys,
+        eos_ids=per_row([model.eos_token_ids] * len(jobs), np.int32, model.eos_token_ids),
+        suppressed_ids=suppressed_ids,
+    )
+
+
+def group_by_length(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """Divides jobs among streams, so that short responses need not have the buffers of long ones.
+
+    Jobs of one response bucket form a group when there are enough of them; too few join the next longer ones.
+
+    Args:
+      lengths: response length of each job. rows: of the streams.
+
+    Returns:
+      indices into `lengths`, group by group; in a group the longest first, so that none is late at the end.
+    """
+    groups: list[list[int]] = []
+    pending: list[int] = []
+    by_bucket = itertools.groupby(
+        sorted(range(len(lengths)), key=lambda i: lengths[i]), lambda i: _capacity(lengths[i])
+    )
+    for _, members in by_bucket:
+        pending += members
+        if len(pending) >= max(LEAST_GROUP, 4 * rows):
+            groups.append(pending[::-1])
+            pending = []
+    return [*groups, pending[::-1]] if pending else groups
+
+
+def decode_jobs(
+    module: Transformer, params: Any, jobs: Sequence[Job], batch_size: int = 32, **options: Any
+) -> Iterator[Answer]:
+    """Decodes a list of jobs and yields the answers as they finish.
+
+    Args:
+      batch_size: the most rows to decode at once.
+      options: `prefix`, `rules` and `statistics` of a `Stream`.
+    """
+    yield from (unstarted(job) for job in jobs if not job.layout.response_length)
+    pending = [job for job in jobs if job.layout.response_length]
+    rows = min(batch_size, bucket(len(pending), 1))
+    for group in group_by_length([job.layout.response_length for job in pending], rows):
+        members = [pending[index] for index in group]
+        stream = Stream(
+            module,
+            params,
+            rows=rows,
+            prompt_length=max(job.layout.prompt_length for job in members),
+            response_length=members[0].layout.response_length,
+            suppressed=max(count_suppressed(job.config) for job in members),
+            sampling=any(job.config.temperature > 0 for job in members),
+            infilling=any(job.config.algorithm == "paper" for job in members),
+            **options,
+        )
+        for job in members:
+            stream.submit(job)
+        while stream.busy:
+            yield from stream.advance()
 
 
 def decode_prompts(
     module: Transformer,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Template],
     configs: Sequence[DecodeConfig],
     seed: int = 0,
     batch_size: int = 32,
-    on_batch: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Generation:
-    """Decodes token prompts of any number and lengths, each with its own settings.
+    """Decodes token prompts or templates of any number and lengths, each with its own settings.
 
     Args:
       module, params: the model.
-      prompts: token IDs.
+      prompts: lists of token IDs, or of segments: token IDs and `Hole`s.
       configs: one per prompt.
       seed: with a prompt's index in the list, all that its random draws depend on.
-      batch_size: rows decoded at once.
-      on_batch: called with the number of prompts finished so far.
+      batch_size: the most rows to decode at once.
+      options: `prefix`, `rules` and `statistics` of a `Stream`.
 
     Raises:
       ConfigError: naming the first prompt that cannot be decoded.
     """
+    jobs = []
     for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
         try:
-            check_request(prompt, config, module.config)
+            layout = prepare_layout(prompt, config, module.config, len(options.get("prefix", ())))
         except ConfigError as error:
             raise ConfigError(f"Prompt {index}: {error}") from error
-    result = Generation([], None, [], [], [], [], [])
-    root = jax.random.key(seed)
-    for start in range(0, len(prompts), batch_size):
-        rows = slice(start, start + batch_size)
-        indices = np.arange(start, start + bucket(len(prompts[rows]), 1))
-        keys = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(root, i)))(indices)
-        state = _decode_batch(module, params, prompts[rows], configs[rows], np.asarray(keys))
-        _collect(result, jax.device_get(state.replace(cache=None)), configs[rows], module.config)
-        if on_batch is not None:
-            on_batch(min(start + batch_size, len(prompts)))
-    return result
-
-
-def _decode_batch(
-    module: Transformer,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    configs: Sequence[DecodeConfig],
-    keys: np.ndarray,
-) -> DecodeState:
-    batch = bucket(len(prompts), 1)
-    capacity = bucket(max(config.rounded_length for config in configs), MIN_RESPONSE_BUCKET)
-    prompt_length = bucket(max(map(len, prompts)), MIN_PROMPT_BUCKET)
-    request = make_request(prompts, configs, keys, batch, capacity, module.config)
-    tokens = np.full((batch, prompt_length), module.config.pad_token_id, np.int32)
-    lengths = np.zeros(batch, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        lengths[row] = len(prompt)
-    widths = tuple(MIN_WIDTH * 2**i for i in range((capacity // MIN_WIDTH).bit_length()))
-    state = prefill(module, params, tokens, lengths, request, prompt_length + capacity)
-    return decode_loop(module, params, request, state, widths)
-
-
-def make_request(
-    prompts: Sequence[Sequence[int]],
-    configs: Sequence[DecodeConfig],
-    keys: np.ndarray,
-    batch: int,
-    capacity: int,
-    model: ModelConfig,
-) -> Request:
-    """Lays out settings as arrays: rows beyond the prompts are finished from the start."""
-    rows = len(prompts)
-    offsets: Any = np.arange(capacity, dtype=np.int32)
-
-    def per_row(values: list[Any], dtype: Any, idle: Any) -> Any:
-        return np.array(values + [idle] * (batch - rows), dtype)
-
-    sizes = per_row([c.slot_size for c in configs], np.int32, 1)
-    block_lengths = per_row([c.block_length for c in configs], np.int32, 1)
-    lengths = per_row([c.rounded_length for c in configs], np.int32, 0)
-    starts = per_row([len(prompt) for prompt in prompts], np.int32, 0)
-    all_keys: Any = np.zeros((batch, *keys.shape[1:]), np.uint32)
-    all_keys[:rows] = keys[:rows]
-    special = [model.pad_token_id, model.mask_token_id]
-    nothing = [model.vocab_size] * len(special)
-    return Request(
-        position_ids=starts[:, None] + offsets,
-        slot_starts=offsets // sizes[:, None] * sizes[:, None],
-        blocks=offsets // block_lengths[:, None],
-        is_response=offsets < lengths[:, None],
-        self_correcting=per_row([c.algorithm == "self_correcting" for c in configs], np.bool_, True),
-        redraft=per_row([c.redraft for c in configs], np.bool_, False),
-        slot_thresholds=per_row([c.slot_threshold for c in configs], np.float32, 0),
-        token_thresholds=per_row([c.token_threshold for c in configs], np.float32, 0),
-        temperatures=per_row([c.temperature for c in configs], np.float32, 0),
-        keys=all_keys,
-        eos_ids=per_row([model.eos_token_ids] * rows, np.int32, model.eos_token_ids),
-        suppressed_ids=per_row([special if c.suppress_special else nothing for c in configs], np.int32, nothing),
-    )
-
-
-def _collect(result: Generation, state: DecodeState, configs: Sequence[DecodeConfig], model: ModelConfig) -> None:
-    for row, config in enumerate(configs):
-        committed = state.tokens[row][state.committed[row]].tolist()
-        forwards = int(state.forwards[row])
-        ends = [index for index, token in enumerate(committed) if token in model.eos_token_ids]
-        result.committed.append(committed)
-        result.tokens.append(committed[: ends[0] + 1] if ends else committed)
-        result.order.append(state.commit_forwards[row][state.committed[row]].tolist())
-        result.forwards.append(forwards)
-        result.finish_reason.append("eos" if ends else "length")
-        if config.algorithm == "paper":
-            result.tpf.append(_authors_tpf(state.accepted[row], int(state.events[row]), config.slot_size))
-        else:
-            result.tpf.append(len(committed) / forwards)
-
-
-def _authors_tpf(accepted: Any, events: int, slot_size: int) -> float:
-    """The mean over acceptances of `slot_size * slots / (2 * rounds)` (their tokens-per-forward)."""
-    rounds = np.arange(1, len(accepted))
-    return float(slot_size * np.sum(accepted[1:] / rounds) / (2 * events))
+        jobs.append(Job(index, 0, layout, config, seed))
+    return Generation.of(list(decode_jobs(module, params, jobs, batch_size, **options)))

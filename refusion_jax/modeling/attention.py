@@ -4,19 +4,23 @@ A query token `i` sees a query token `j` of its row when all three hold:
 
     segment[i] == segment[j]                     same packed example (idle padding has a segment of its own)
     order[j] <= order[i]                         not later in the visibility order
-    group[j] == 0 or group[j] == group[i]        shared, or in the same private group
+    group[j] == 0 or group[j] == group[i]        shared, or in the same private group;
+                                                 a query of group ALL_GROUPS sees every group
 
-and it sees the first `lengths[row]` entries of the KV buffer. Causal attention is `order = index`; bidirectional is
+and it sees the first `lengths[row]` entries of every KV buffer. Causal attention is `order = index`; bidirectional is
 `order = 0`; slot-local causal is `order = index` with the slot's number as group; block-causal is `order = block`.
 """
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+
+ALL_GROUPS = -1
 
 
 class Visibility(flax.struct.PyTreeNode):
@@ -36,7 +40,8 @@ class Visibility(flax.struct.PyTreeNode):
 class KVCache(flax.struct.PyTreeNode):
     """A static buffer of keys and values; row `r` holds `lengths[r]` committed entries from index 0.
 
-    keys, values: (layers, batch, kv_heads, buffer_length, head_dim). lengths: (batch,) int32.
+    keys, values: (layers, batch, kv_heads, buffer_length, head_dim). lengths: (batch,) int32. A buffer of batch 1 is
+    shared by all rows of whatever batch attends to it.
     """
 
     keys: jax.Array
@@ -44,34 +49,32 @@ class KVCache(flax.struct.PyTreeNode):
     lengths: jax.Array
 
 
-def visibility_bias(visibility: Visibility, cache: KVCache | None) -> jax.Array:
+def visibility_bias(visibility: Visibility, caches: Sequence[KVCache] = ()) -> jax.Array:
     """What to add to attention scores so that a token sees only what it may.
 
     Returns:
-      (batch, length, buffer_length + length) float32, the buffer's entries first: 0 where visible, else a finite
-      floor, so that a token that sees nothing gets a mean rather than NaN.
+      (batch, length, total) float32, entries of the buffers first and in their order, then the tokens: 0 where visible,
+      else a finite floor, so that a token that sees nothing gets a mean rather than NaN.
     """
     same = visibility.segment[:, :, None] == visibility.segment[:, None, :]
     earlier = visibility.order[:, None, :] <= visibility.order[:, :, None]
-    key_group = visibility.group[:, None, :]
-    shared = (key_group == 0) | (key_group == visibility.group[:, :, None])
+    key_group, query_group = visibility.group[:, None, :], visibility.group[:, :, None]
+    shared = (key_group == 0) | (key_group == query_group) | (query_group == ALL_GROUPS)
     mask = same & earlier & shared
-    if cache is not None:
-        committed = jnp.arange(cache.keys.shape[3]) < cache.lengths[:, None]
-        committed = jnp.broadcast_to(committed[:, None, :], (*mask.shape[:2], committed.shape[1]))
-        mask = jnp.concatenate([committed, mask], axis=-1)
-    return jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)
+    committed = [jnp.arange(cache.keys.shape[3]) < cache.lengths[:, None, None] for cache in caches]
+    parts = [jnp.broadcast_to(part, (*mask.shape[:2], part.shape[2])) for part in committed]
+    return jnp.where(jnp.concatenate([*parts, mask], axis=-1), 0.0, jnp.finfo(jnp.float32).min)
 
 
 def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array) -> jax.Array:
     """Scaled dot-product attention over several blocks of keys, softmax in float32.
 
     Heads come first so that every (row, kv head) is one matrix product; the query heads that share a kv head are
-    stacked along its rows. The blocks (buffer, query) are never joined: copying the buffer would cost its whole size.
+    stacked along its rows. The blocks (buffers, query) are never joined: copying a buffer would cost its whole size.
 
     Args:
       query: (batch, length, heads, head_dim).
-      keys, values: blocks of (batch, kv_heads, block_length, head_dim).
+      keys, values: blocks of (batch, kv_heads, block_length, head_dim); a block of batch 1 serves all rows.
       bias: (batch, length, total block length) float32, from `visibility_bias`.
 
     Returns:
@@ -99,12 +102,19 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     batch, kv_heads, rows, _ = query.shape
     length, total = bias.shape[1:]
-    scores = [jnp.einsum("bhtd,bhsd->bhts", query, block, preferred_element_type=jnp.float32) for block in keys]
+    scores = [_per_row("bhtd,bhsd->bhts", query, block, jnp.float32) for block in keys]
     joined = jnp.concatenate(scores, axis=-1).reshape(batch, kv_heads, -1, length, total) + bias[:, None, None]
     weights = jax.nn.softmax(joined, axis=-1).reshape(batch, kv_heads, rows, total).astype(query.dtype)
-    parts = [jnp.einsum("bhts,bhsd->bhtd", w, block) for w, block in zip(_split(weights, values), values, strict=True)]
+    parts = [_per_row("bhts,bhsd->bhtd", w, block) for w, block in zip(_split(weights, values), values, strict=True)]
     mixed = functools.reduce(jnp.add, parts)
     return mixed, (query, keys, values, weights, mixed)
+
+
+def _per_row(equation: str, left: jax.Array, block: jax.Array, dtype: Any = None) -> jax.Array:
+    """`einsum` of a per-row operand with a block, which all rows share when its batch is 1."""
+    if block.shape[0] != left.shape[0]:
+        equation, block = equation.replace(",b", ","), block[0]
+    return jnp.einsum(equation, left, block, preferred_element_type=dtype)
 
 
 def _backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:

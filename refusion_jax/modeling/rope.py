@@ -11,12 +11,12 @@ def rotary_angles(position_ids: jax.Array, head_dim: int, theta: float) -> tuple
     what lets finished slots move ahead of masked ones (paper section 3).
 
     Args:
-      position_ids: (batch, length) int, any order.
+      position_ids: (...) int, any order.
       head_dim: even size of a head.
       theta: base of the geometric progression of wavelengths.
 
     Returns:
-      cos, sin: (batch, length, 1, head_dim // 2) float32, ready to broadcast over heads.
+      cos, sin: (..., 1, head_dim // 2) float32, ready to broadcast over heads.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = position_ids.astype(jnp.float32)[..., None, None] * frequencies
@@ -24,9 +24,7 @@ def rotary_angles(position_ids: jax.Array, head_dim: int, theta: float) -> tuple
 
 
 def rotate(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the half-split pairs (i, i + head_dim // 2) of `heads` (batch, length, heads, head_dim), keeping its
-    dtype.
-    """
+    """Rotates the half-split pairs (i, i + head_dim // 2) of `heads` (..., heads, head_dim), keeping its dtype."""
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(heads.dtype)

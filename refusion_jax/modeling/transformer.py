@@ -5,8 +5,10 @@ Hugging Face's, with all layers stacked along a leading axis under `layers`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,19 @@ def _norm(config: ModelConfig, axis_name: str | None, name: str) -> RMSNorm:
     return RMSNorm(config.rms_norm_eps, axis_name, jnp.dtype(config.param_dtype), name=name)
 
 
+class Packing(flax.struct.PyTreeNode):
+    """Where the live tokens of a (batch, length) query stand when they are packed into one line.
+
+    Attributes:
+      sources: (tokens,) int32, for each packed token its index in the flattened (batch * length) query. Padding at the
+        end may repeat any.
+      places: (batch, length) int32, for each query token its index among the packed ones; anything where idle.
+    """
+
+    sources: jax.Array
+    places: jax.Array
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on every query and key head before RoPE (half-rotation form)."""
 
@@ -60,24 +75,29 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, bias: jax.Array
+        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: jax.Array, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
         batch, length = bias.shape[:2]
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
             projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
-            return projected.reshape(batch, length, count, c.head_dim)
+            return projected.reshape(*leading, count, c.head_dim)
 
+        # Rows for attention; everything else is token by token, on packed tokens where they are packed.
+        leading = (batch, length) if packing is None else hidden.shape[:1]
         query = heads("q_proj", c.num_attention_heads, "heads")
         key = heads("k_proj", c.num_key_value_heads, "kv_heads")
         value = heads("v_proj", c.num_key_value_heads, "kv_heads")
         query = rotate(_norm(c, None, "q_norm")(query), *rope)
         key = rotate(_norm(c, None, "k_norm")(key), *rope)
+        if packing is not None:
+            query, key, value = (heads[packing.places] for heads in (query, key, value))
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-        blocks = [(key, value)] if cached is None else [cached, (key, value)]
+        blocks = (*cached, (key, value))
         mixed = attend(query, tuple(k for k, _ in blocks), tuple(v for _, v in blocks), bias)
         mixed = mixed.reshape(batch * length, -1)
+        mixed = mixed if packing is None else mixed[packing.sources]
         return _dense(c, c.hidden_size, ("heads", "embed"), "o_proj")(mixed), (key, value)
 
 
@@ -95,18 +115,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer on flattened tokens (batch * length, hidden_size)."""
+    """One pre-norm decoder layer on tokens in one line, (tokens, hidden_size)."""
 
     config: ModelConfig
     return_kv: bool
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[jax.Array, jax.Array] | None, rope: Any, bias: jax.Array
+        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: jax.Array, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         normed = _norm(c, "embed", "input_layernorm")(hidden)
-        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, bias)
+        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, bias, packing)
         hidden = constrain(hidden + mixed, "batch", "activation_embed")
         normed = _norm(c, "embed", "post_attention_layernorm")(hidden)
         hidden = constrain(hidden + MLP(c, name="mlp")(normed), "batch", "activation_embed")
@@ -137,38 +157,40 @@ class Transformer(nn.Module):
         tokens: jax.Array,
         position_ids: jax.Array,
         visibility: Visibility,
-        cache: KVCache | None = None,
+        caches: Sequence[KVCache] = (),
         return_kv: bool = False,
+        packing: Packing | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Final hidden states, before the output embedding.
 
         Args:
-          tokens, position_ids: (batch, length) int.
-          visibility: who sees whom among these tokens.
-          cache: the KV buffer every token also sees, up to each row's committed length.
+          tokens, position_ids: (batch, length) int; (tokens,) with a packing.
+          visibility: who sees whom among the (batch, length) tokens.
+          caches: the KV buffers every token also sees, up to each row's committed length.
           return_kv: also return the keys and values of these tokens.
+          packing: leaves idle places out of everything but attention itself.
 
         Returns:
-          hidden: (batch * length, hidden_size), normed, in the activation dtype.
+          hidden: (batch * length, hidden_size), or (tokens, hidden_size) when packed; normed, in the activation dtype.
           kv: None, or keys and values (layers, batch, kv_heads, length, head_dim).
         """
         c = self.config
         hidden = self.embed_tokens(tokens.reshape(-1))
         hidden = constrain(hidden, "batch", "activation_embed")
         rope = rotary_angles(position_ids, c.head_dim, c.rope_theta)
-        bias = visibility_bias(visibility, cache)
+        bias = visibility_bias(visibility, caches)
         block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_hidden_layers,
             unroll=c.scan_unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(c, return_kv, name="layers")
-        cached = None if cache is None else (cache.keys, cache.values)
-        hidden, kv = layers(hidden, cached, rope, bias)
+        cached = tuple((cache.keys, cache.values) for cache in caches)
+        hidden, kv = layers(hidden, cached, rope, bias, packing)
         return self.norm(hidden), kv
 
     def unembed(self, hidden: jax.Array) -> jax.Array:

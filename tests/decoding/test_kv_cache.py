@@ -1,12 +1,15 @@
-"""Committing to the KV buffer against a plain loop."""
+"""Committing to the KV buffer, and starting its rows anew, against plain loops."""
 
 import jax
 import numpy as np
 import pytest
 
 from refusion_jax.config import ModelConfig
-from refusion_jax.decoding.kv_cache import commit, empty_cache
+from refusion_jax.decoding import kv_cache
+from refusion_jax.decoding.kv_cache import commit, empty_cache, write_prompts
 from refusion_jax.modeling import KVCache
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERS, HEADS, BUFFER, HEAD_DIM = 2, 2, 12, 4
 
@@ -29,13 +32,18 @@ def plain_commit(buffer, lengths, new, counts):
     return buffer
 
 
-def check(cache, kv, counts):
+def check(cache, kv, counts, committing=None):
     counts = np.array(counts, np.int32)
-    after = jax.jit(commit)(cache, kv, counts)
+    after = (committing or jax.jit(commit))(cache, kv, counts)
     np.testing.assert_array_equal(after.lengths, cache.lengths + counts)
     np.testing.assert_array_equal(after.keys, plain_commit(cache.keys, cache.lengths, kv[0], counts))
     np.testing.assert_array_equal(after.values, plain_commit(cache.values, cache.lengths, kv[1], counts))
     return after
+
+
+def fresh_commit():
+    """`commit` compiled anew: the chunk is read when it is traced."""
+    return jax.jit(lambda *arguments: commit(*arguments))
 
 
 def test_empty_cache():
@@ -56,16 +64,73 @@ def test_empty_cache():
         pytest.param([9, 10, 12], [1, 0, 0], id="window_beyond_the_end"),
     ],
 )
-def test_commit(lengths, counts):
+@pytest.mark.parametrize("chunk", [16, 3, 1])
+def test_commit(monkeypatch, lengths, counts, chunk):
+    monkeypatch.setattr(kv_cache, "CHUNK", chunk)
     rng = np.random.default_rng(0)
-    check(random_cache(rng, lengths), random_query(rng, len(lengths), 4), counts)
+    check(random_cache(rng, lengths), random_query(rng, len(lengths), 4), counts, fresh_commit())
 
 
-@pytest.mark.parametrize("width", [1, 5, BUFFER])
-def test_random_commits_in_a_row(width):
-    """Several queries after one another, until the buffer is full."""
+@pytest.mark.parametrize("chunk", [3, 5, 16])
+@pytest.mark.parametrize("width", [1, 5, 7, BUFFER, BUFFER + 5])
+def test_random_commits_in_a_row(monkeypatch, width, chunk):
+    """Several queries after one another, until the buffer is full; a query may be wider than the buffer."""
+    monkeypatch.setattr(kv_cache, "CHUNK", chunk)
+    committing = fresh_commit()
     rng = np.random.default_rng(width)
-    cache = random_cache(rng, [0, 2, 7, 12])
-    while (cache.lengths < BUFFER).any():
-        counts = rng.integers(0, np.minimum(width, BUFFER - cache.lengths), endpoint=True)
-        cache = jax.device_get(check(cache, random_query(rng, 4, width), counts))
+    for _ in range(5):
+        cache = random_cache(rng, [0, 2, 7, 12])
+        while (cache.lengths < BUFFER).any():
+            room = np.minimum(width, BUFFER - cache.lengths)
+            counts = rng.choice([rng.integers(0, room, endpoint=True), room])
+            cache = jax.device_get(check(cache, random_query(rng, 4, width), counts, committing))
+
+
+def test_the_longest_commit_decides_how_many_chunks_are_written(monkeypatch):
+    """One row needs many chunks, the others few, none, or a part of one that reaches the buffer's end."""
+    monkeypatch.setattr(kv_cache, "CHUNK", 3)
+    committing, rng = fresh_commit(), np.random.default_rng(1)
+    for counts in ([8, 0, 4, 1], [1, 8, 4, 1], [7, 3, 0, 0]):
+        check(random_cache(rng, [0, 2, 8, 11]), random_query(rng, 4, 8), counts, committing)
+
+
+# ---- prompts -------------------------------------------------------------------------------------------------------
+
+BATCH = 4
+write_compiled = jax.jit(write_prompts)
+
+
+def check_prompts(rows, lengths, width=5, seed=0):
+    rng = np.random.default_rng(seed)
+    cache, kv = random_cache(rng, [3, 0, 12, 7]), random_query(rng, len(rows), width)
+    after = write_compiled(cache, kv, np.array(rows, np.int32), np.array(lengths, np.int32))
+    expected = jax.tree.map(np.array, cache)
+    for prompt, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row < BATCH:
+            expected.keys[:, row, :, :width] = kv[0][:, prompt]
+            expected.values[:, row, :, :width] = kv[1][:, prompt]
+            expected.lengths[row] = length
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([0, 1, 2], id="in_order"),
+        pytest.param([3, 0, 2], id="in_any_order"),
+        pytest.param([1, BATCH, BATCH], id="one"),
+        pytest.param([BATCH, BATCH, 3], id="last_row_after_none"),
+        pytest.param([3, BATCH, 0], id="last_row_before_none"),
+        pytest.param([BATCH, 3, BATCH], id="last_row_between_none"),
+        pytest.param([BATCH + 7, 2, BATCH], id="far_beyond"),
+        pytest.param([BATCH] * 3, id="none"),
+    ],
+)
+def test_prompts_take_their_rows(rows):
+    """All other rows stay as they are; a row beyond the batch is nobody's."""
+    check_prompts(rows, [4, 1, 5])
+
+
+@pytest.mark.parametrize("width", [1, BUFFER])
+def test_prompts_of_any_width(width):
+    check_prompts([2, 0, BATCH], [1, width, 0], width)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax.modeling.attention import KVCache, Visibility, attend, visibility_bias
+from refusion_jax.modeling.attention import ALL_GROUPS, KVCache, Visibility, attend, visibility_bias
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -23,6 +23,14 @@ KINDS = {
     "slot-local causal after a shared prefix": (
         (INDEX * 0 + 1, INDEX, SLOTS),  # group 0 is shared
         lambda i, j: j <= i and (j < 4 or i // 4 == j // 4),
+    ),
+    "slot-local causal, then tokens that see every slot": (
+        (INDEX * 0 + 1, INDEX, np.where(INDEX < 8, SLOTS + 1, ALL_GROUPS)),
+        lambda i, j: j <= i and (i >= 8 or i // 4 == j // 4),
+    ),
+    "a token that sees every slot and that no slot sees": (
+        (INDEX * 0 + 1, INDEX * 0, np.where(INDEX == 5, ALL_GROUPS, SLOTS + 1)),
+        lambda i, j: i == 5 or (j != 5 and i // 4 == j // 4),
     ),
     "block-causal": ((INDEX * 0 + 1, SLOTS, INDEX * 0), lambda i, j: j // 4 <= i // 4),
     "packed": ((PACKED, INDEX, INDEX * 0), lambda i, j: j <= i and (i < 5) == (j < 5) and (i < 9) == (j < 9)),
@@ -66,8 +74,8 @@ def plain_attention(query, keys, values, visible):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_a_softmax_over_the_visible(kind, with_buffer):
     query, keys, values = random_inputs(0, with_buffer)
-    cache = cache_of(keys[0], values[0]) if with_buffer else None
-    bias = visibility_bias(labels(kind), cache)
+    caches = [cache_of(keys[0], values[0])] if with_buffer else []
+    bias = visibility_bias(labels(kind), caches)
     visible = np.broadcast_to(sees(kind), (BATCH, LENGTH, LENGTH))
     if with_buffer:
         committed = np.broadcast_to(np.arange(BUFFER) < COMMITTED[:, None, None], (BATCH, LENGTH, BUFFER))
@@ -81,10 +89,41 @@ def test_attention_is_a_softmax_over_the_visible(kind, with_buffer):
     np.testing.assert_allclose(got, plain_attention(query, *joined, visible), atol=1e-5)
 
 
+def attend_behind(caches, seed=6):
+    """What a random causal query sees behind KV buffers."""
+    query, keys, values = random_inputs(seed, with_buffer=False)
+    blocks = [(*(cache.keys[0] for cache in caches), *keys), (*(cache.values[0] for cache in caches), *values)]
+    return np.asarray(jax.jit(attend)(query, *blocks, visibility_bias(labels("causal"), caches)))
+
+
+@pytest.mark.parametrize("committed", [0, 5, BUFFER])
+def test_a_buffer_of_batch_one_is_every_rows(committed):
+    rng = np.random.default_rng(7)
+    keys, values = rng.normal(size=(2, 1, KV_HEADS, BUFFER, HEAD_DIM)).astype(np.float32)
+    shared = cache_of(keys, values, [committed])
+    repeated = cache_of(*(np.repeat(part, BATCH, axis=0) for part in (keys, values)), [committed] * BATCH)
+    assert np.array_equal(visibility_bias(labels("causal"), [shared]), visibility_bias(labels("causal"), [repeated]))
+    got = attend_behind([shared])
+    np.testing.assert_allclose(got, attend_behind([repeated]), atol=1e-6)
+    assert np.allclose(got, attend_behind([]), atol=1e-3) == (committed == 0)
+
+
+def test_two_buffers_are_one_that_holds_both():
+    """The first is shared and wholly committed, so the joined one has the same entries in every row."""
+    rng = np.random.default_rng(8)
+    shared = rng.normal(size=(2, 1, KV_HEADS, 5, HEAD_DIM)).astype(np.float32)
+    own = rng.normal(size=(2, BATCH, KV_HEADS, BUFFER, HEAD_DIM)).astype(np.float32)
+    joined = (np.concatenate([np.repeat(s, BATCH, axis=0), o], axis=2) for s, o in zip(shared, own, strict=True))
+    two = attend_behind([cache_of(*shared, [5]), cache_of(*own)])
+    np.testing.assert_allclose(two, attend_behind([cache_of(*joined, COMMITTED + 5)]), atol=1e-6)
+    half = attend_behind([cache_of(*shared, [3]), cache_of(*own)])
+    assert np.abs(two - half).max(axis=(1, 2)).min() > 1e-3
+
+
 def test_the_causal_constructor():
     made, by_hand = Visibility.causal(BATCH, LENGTH), labels("causal")
     assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(lambda a: (a.shape, a.dtype), by_hand)
-    assert np.array_equal(visibility_bias(made, None), visibility_bias(by_hand, None))
+    assert np.array_equal(visibility_bias(made), visibility_bias(by_hand))
 
 
 def naive_attention(query, keys, values, visible):
@@ -99,7 +138,7 @@ def naive_attention(query, keys, values, visible):
 @pytest.mark.parametrize("kind", ["causal", "packed", "slot-local causal"])
 def test_gradient_is_that_of_plain_attention(kind, with_buffer):
     query, keys, values = random_inputs(1, with_buffer)
-    bias = visibility_bias(labels(kind), cache_of(keys[0], values[0]) if with_buffer else None)
+    bias = visibility_bias(labels(kind), [cache_of(keys[0], values[0])] if with_buffer else [])
     cotangent = np.random.default_rng(2).normal(size=(BATCH, LENGTH, HEADS * HEAD_DIM)).astype(np.float32)
 
     def gradients(attention, last):
@@ -116,7 +155,7 @@ def test_gradient_is_that_of_plain_attention(kind, with_buffer):
 def test_bfloat16_keeps_its_dtype_and_stays_close():
     query, keys, values = random_inputs(3, with_buffer=True)
     rounded = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (query, keys, values))
-    bias = visibility_bias(labels("causal"), cache_of(keys[0], values[0]))
+    bias = visibility_bias(labels("causal"), [cache_of(keys[0], values[0])])
 
     def loss(query, keys, values):
         return jnp.sum(attend(query, keys, values, bias).astype(jnp.float32) ** 2)
@@ -137,7 +176,7 @@ def test_what_lies_beyond_the_committed_length_changes_nothing():
     outputs = []
     for garbage in (0.0, 1e6, -1e30):
         buffers = [(np.where(free, np.float32(garbage), blocks[0]), blocks[1]) for blocks in (keys, values)]
-        bias = visibility_bias(labels("causal"), cache_of(buffers[0][0], buffers[1][0]))
+        bias = visibility_bias(labels("causal"), [cache_of(buffers[0][0], buffers[1][0])])
         outputs.append(np.asarray(attend(query, *buffers, bias)))
     assert np.isfinite(outputs[0]).all()
     assert np.array_equal(outputs[0], outputs[1])
@@ -149,7 +188,7 @@ def test_a_token_that_sees_nothing_is_finite_and_has_a_finite_gradient():
     order = jnp.broadcast_to(jnp.asarray(INDEX, jnp.int32), (BATCH, LENGTH))
     # No key is in a group that any query is in, and nothing is committed.
     lonely = Visibility(segment=jnp.ones_like(order), order=-order, group=order + 1)
-    bias = visibility_bias(lonely, cache_of(keys[0], values[0], lengths=[0, 0, 0]))
+    bias = visibility_bias(lonely, [cache_of(keys[0], values[0], lengths=[0, 0, 0])])
     nothing = jnp.full_like(bias, bias.min())
     out, gradient = jax.value_and_grad(lambda q: jnp.sum(attend(q, keys, values, nothing)))(query)
     assert np.isfinite(out)

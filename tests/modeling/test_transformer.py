@@ -13,7 +13,7 @@ import pytest
 from refusion_jax.config import ModelConfig
 from refusion_jax.decoding.kv_cache import commit, empty_cache
 from refusion_jax.huggingface import read_model_config, read_params
-from refusion_jax.modeling import Transformer, Visibility
+from refusion_jax.modeling import ALL_GROUPS, Packing, Transformer, Visibility
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -84,17 +84,62 @@ def test_prefix_and_buffer_equal_one_full_forward():
 
     prefix = tokens[:, : committed.max()], position_ids[:, : committed.max()]
     visibility = Visibility.causal(*prefix[0].shape)
-    _, kv = encode(CONFIG)({"params": params}, *prefix, visibility, None, True)
+    _, kv = encode(CONFIG)({"params": params}, *prefix, visibility, (), True)
     assert kv[0].shape == kv[1].shape == (2, 3, 2, committed.max(), 8)
     cache = commit(empty_cache(CONFIG, batch=3, buffer_length=20), kv, jnp.asarray(committed))
 
     at = np.minimum(committed[:, None] + np.arange(width), total - 1)
     rest = np.take_along_axis(tokens, at, 1), np.take_along_axis(position_ids, at, 1)
-    hidden, nothing = encode(CONFIG)({"params": params}, *rest, Visibility.causal(3, width), cache, False)
+    hidden, nothing = encode(CONFIG)({"params": params}, *rest, Visibility.causal(3, width), (cache,), False)
     assert nothing is None
     logits = (hidden @ params["lm_head"]["kernel"]).reshape(3, width, -1)
     for row, start in enumerate(committed):
         np.testing.assert_allclose(logits[row, : total - start], full[row, start:], atol=2e-5)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2], ids=["alone", "behind a buffer", "behind a shared one and its own"])
+def test_a_packed_query_equals_the_unpacked_one(behind):
+    """At live places: hidden states, keys and values, whatever the idle places and the line's padding hold."""
+    batch, width, num_tokens = 4, 6, 14
+    params, rng = init(CONFIG), np.random.default_rng(behind)
+    apply = encode(CONFIG)
+    committed = np.array([3, 0, 5, 2])
+    prefix = random_tokens(10, batch, 5)
+    _, kv = apply({"params": params}, *prefix, Visibility.causal(batch, 5), (), True)
+    own = commit(empty_cache(CONFIG, batch, buffer_length=9), kv, jnp.asarray(committed))
+    shared = jax.tree.map(lambda part: part[..., :1, :, :, :] if part.ndim == 5 else part[2:3], own)
+    caches = [(), (own,), (shared, own)][behind]
+
+    for lengths in (
+        [6, 0, 5, 3],
+        [0, 0, 6, 0],
+        [1, 1, 1, 1],
+        [0] * 4,
+        rng.multinomial(num_tokens, [0.3, 0.2, 0.3, 0.2]),
+    ):
+        lengths = np.minimum(lengths, width)
+        tokens, position_ids = random_tokens(int(lengths.sum()), batch, width)
+        live = np.arange(width) < lengths[:, None]
+        group = np.where(np.arange(width) < 3, np.arange(width) // 2 + 1, ALL_GROUPS)
+        visibility = Visibility(
+            segment=live.astype(np.int32),
+            order=np.broadcast_to(np.arange(width, dtype=np.int32), live.shape),
+            group=np.broadcast_to(group.astype(np.int32), live.shape),
+        )
+        line = np.flatnonzero(live)
+        sources = np.concatenate([line, rng.integers(batch * width, size=num_tokens - len(line))]).astype(np.int32)
+        places = rng.integers(num_tokens, size=live.shape).astype(np.int32)
+        places[live] = np.arange(len(line))
+        expected, expected_kv = apply({"params": params}, tokens, position_ids, visibility, caches, True)
+        packed = tokens.reshape(-1)[sources], position_ids.reshape(-1)[sources]
+        got, got_kv = apply({"params": params}, *packed, visibility, caches, True, Packing(sources, places))
+
+        assert got.shape == (num_tokens, 32)
+        np.testing.assert_allclose(got[: len(line)], expected[line], atol=2e-5)
+        for ours, theirs in zip(got_kv, expected_kv, strict=True):
+            assert ours.shape == theirs.shape == (2, batch, 2, width, 8)
+            there = np.broadcast_to(live[None, :, None, :, None], theirs.shape)
+            np.testing.assert_allclose(np.where(there, ours, 0), np.where(there, theirs, 0), atol=2e-5)
 
 
 def test_tokens_see_what_visibility_says():
@@ -184,7 +229,7 @@ def test_bfloat16_activations_stay_close():
     assert rounded.dtype == np.float32
     assert 0 < np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
     visibility = Visibility.causal(*inputs[0].shape)
-    hidden, kv = encode(config)({"params": params}, *inputs, visibility, None, True)
+    hidden, kv = encode(config)({"params": params}, *inputs, visibility, (), True)
     assert hidden.dtype == kv[0].dtype == kv[1].dtype == jnp.bfloat16
 
 

@@ -1,0 +1,74 @@
+"""Files that are whole or not there, long files read in bounded memory, and what tells files apart cheaply."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Of larger files a fingerprint reads this many blocks: weights trained on differ nearly everywhere.
+_SAMPLED_BLOCKS = 64
+_BLOCK = 16 * 1024
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[BinaryIO]:
+    """Writes a file under a temporary name in the same directory and renames it: readers never meet half a file.
+
+    The bytes are on disk before the name is. When the block raises, the temporary file goes and `path` stays as it was.
+
+    Raises:
+      OSError: when it cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # a link stays a link
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_lines(file: BinaryIO, limit: int, digest: Any = None) -> Iterator[tuple[int, bytes | None]]:
+    """Yields (number from 1, line) of every line, which ends at a line feed alone.
+
+    Args:
+      file: opened for reading bytes.
+      limit: most bytes of a line, its line feed not counted; of a longer one None is yielded, and never more of it
+        is in memory.
+      digest: a hash that is updated with all bytes.
+    """
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        rest, is_long = line, len(line) > limit and not line.endswith(b"\n")
+        while rest:
+            if digest is not None:
+                digest.update(rest)
+            rest = file.readline(limit + 1) if not rest.endswith(b"\n") else b""
+        yield number, None if is_long else line
+
+
+def fingerprint(paths: Iterable[Path], root: Path) -> str:
+    """A hash over files below `root`: their names, their sizes, and their content, of large files a sample.
+
+    Raises:
+      OSError: when one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root).as_posix()}\n{size}\n".encode("utf-8", "surrogateescape"))
+        with path.open("rb") as file:
+            if size <= _SAMPLED_BLOCKS * _BLOCK:
+                digest.update(file.read())
+                continue
+            for block in range(_SAMPLED_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
