@@ -131,14 +131,16 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class _Signals:
-    """Makes SIGINT and SIGTERM raise `_Interrupted`, in a `with` block.
+    """Makes SIGINT and SIGTERM raise `_Interrupted` in a `with` block: at once, or at the next `check` while `waiting`.
 
-    They do so at once, except that Python swallows what is raised while it collects garbage; `check` makes up for that.
+    While answers are decoded they wait: Python swallows what is raised while it collects garbage, which is then the
+    likeliest time. A second signal never waits.
     """
 
     def __init__(self) -> None:
         self._came: int | None = None
         self._before: dict[int, Any] = {}
+        self.waiting = False
 
     def __enter__(self) -> "_Signals":
         if threading.current_thread() is threading.main_thread():  # which alone may set handlers
@@ -152,8 +154,9 @@ class _Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _raise(self, number: int, frame: types.FrameType | None) -> None:
-        self._came = number
-        self.check()
+        is_second, self._came = self._came is not None, number
+        if is_second or not self.waiting:
+            self.check()
 
     def check(self) -> None:
         """Raises if a signal came.
@@ -352,7 +355,7 @@ def decode_file(
       ConfigError: when the input cannot be read or used, or the output not be written or continued.
     """
     with _open_input(Path(args.input)) as source, contextlib.ExitStack() as stack:
-        reader = _Reader(model, config, args.seed, args.prompt_field, args.prefix or None, signals.check)
+        reader = _Reader(model, config, args.seed, args.prompt_field, args.prefix or None, signals)
         scan = _scan(source, reader, process)
         identity = _identity(args, config, scan)
         outputs = [
@@ -446,14 +449,14 @@ class _Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Turns lines into requests; `check` is called before each."""
+    """Turns lines into requests."""
 
     model: Model
     config: DecodeConfig
     seed: int
     prompt_field: str
     prefix: str | None
-    check: Callable[[], None]
+    signals: _Signals
 
     def lines(
         self, file: BinaryIO, digest: Any = None, wanted: Callable[[int], bool] = lambda _: True
@@ -461,7 +464,7 @@ class _Reader:
         """The wanted lines that are not blank."""
         file.seek(0)
         for number, line in read_lines(file, MAX_LINE_BYTES, digest):
-            self.check()
+            self.signals.check()
             if (line is None or line.strip()) and wanted(number):
                 yield self.line(number, line)
 
@@ -499,9 +502,13 @@ class _Reader:
             stale |= together if together <= record.keys() else set()
         return {name: value for name, value in record.items() if name not in stale - {self.prompt_field, "segments"}}
 
+    def is_template(self, record: Mapping[str, Any]) -> bool:
+        """Whether an object has segments rather than a prompt."""
+        return "segments" in record and self.prompt_field != "segments"
+
     def _prompt(self, record: Mapping[str, Any]) -> Any:
         field = self.prompt_field
-        if "segments" in record and field != "segments":
+        if self.is_template(record):
             if field in record:
                 raise ConfigError(f"There are both {field!r} and 'segments'; give one of them.")
             return {"segments": record["segments"]}
@@ -672,14 +679,17 @@ class _FileJob:
         statistics, digest, start = Statistics(), hashlib.sha256(), time.perf_counter()
         count = self._scan.share - self.done
         self._progress = _Progress(self.done, self._scan.share, statistics)
+        signals = self._reader.signals
+        signals.waiting = True
         try:
             requests = self._requests(source, digest)
             first = next(requests, None)  # a stream of none would be built for nothing
             if first is not None:
                 for answer in stream(itertools.chain([first], requests), count, self._scan.bounds, statistics):
                     self._take(answer)
-                    self._reader.check()
+                    signals.check()
         finally:
+            signals.waiting = False
             self._progress.close()
         if digest.hexdigest() != self._scan.sha256:
             raise ConfigError(f"--input {source.name} changed while it was read; delete the output and start over.")
@@ -709,7 +719,7 @@ class _FileJob:
         del self._pending[answer.index]
         samples.sort(key=lambda sample: sample.sample)
         tokens = sum(len(sample.tokens) for sample in samples)
-        record = line.record | _response(samples, is_template="segments" in line.record)
+        record = line.record | _response(samples, self._reader.is_template(line.record))
         contents = [[record], [_trace(line.number, sample) for sample in samples]]
         for output, objects in reversed(list(zip(self._outputs, contents, strict=False))):  # the output comes last
             output.write(line.number, objects, tokens)

@@ -1,6 +1,5 @@
 """The decode command: one prompt, files of prompts with good and bad lines, and settings as flags."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from refusion_jax import answers, api, command_line, decode
-from refusion_jax.config import DecodeConfig, ModelConfig
+from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding import Answer
 from refusion_jax.decoding.rules import SLOT_SCORES
 
@@ -451,12 +450,10 @@ def test_answers_are_written_before_more_prompts_are_read(fake_run, stream):
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
 
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(1)
 
 
 def kill():
@@ -464,7 +461,7 @@ def kill():
 
 
 @pytest.mark.parametrize("event", [interrupt, terminate, kill])
-@pytest.mark.parametrize("answered", range(7))
+@pytest.mark.parametrize("answered", range(6))
 def test_a_run_that_ends_early_is_continued(event, answered, fake_run, stream):
     lines = [*prompts(4), "", "nonsense", *prompts(7)[4:]]
     stream.after = {answered: event}
@@ -474,18 +471,18 @@ def test_a_run_that_ends_early_is_continued(event, answered, fake_run, stream):
             fake_run(f"--trace={fake_run.trace}", lines=lines)
     else:
         status, err = fake_run(f"--trace={fake_run.trace}", lines=lines)
-        done = answered + (answered >= 3)  # the bad line is met when the fourth prompt is taken
+        done = answered + 1 + (answered >= 3)  # a last answer, and the bad line is met when the fourth prompt is taken
         assert status == (143 if event is terminate else 130)
         assert err == f"Interrupted: {done} of 8 prompts answered; run the same command again to continue.\n"
         assert len(read(fake_run.target)) == done
-        assert len(read(fake_run.trace)) == answered
+        assert len(read(fake_run.trace)) == answered + 1
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
     stream.after = {}
     status, err = fake_run(f"--trace={fake_run.trace}", "--batch_size=2")
     assert status == 1
     assert "7 prompts answered, 1 lines with errors. This run: " in err
-    assert len(stream.requests) == 7 - answered
+    assert len(stream.requests) == 7 - answered - (event is not kill)
     found = read(fake_run.target)
     assert found[4].keys() == {"line", "error"}
     assert [*found[:4], *found[5:]] == responses(7)
@@ -524,18 +521,17 @@ def test_a_run_killed_between_any_two_writes_loses_and_doubles_nothing(number, f
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_garbage_collection_is_not_lost(number, fake_run, stream):
-    """Whatever its handler raises there is swallowed."""
+def test_a_second_signal_does_not_wait_for_an_answer(number, fake_run, stream):
+    def signal_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+        pytest.fail("waited")
 
-    def swallowed():
-        with contextlib.suppress(BaseException):
-            os.kill(os.getpid(), number)
-            time.sleep(1)
-
-    stream.after = {1: swallowed}
+    stream.after = {1: signal_twice}
     status, err = fake_run(lines=prompts(5))
     assert status == 128 + number
-    assert err == "Interrupted: 2 of 5 prompts answered; run the same command again to continue.\n"
+    assert err == "Interrupted: 1 of 5 prompts answered; run the same command again to continue.\n"
 
 
 def test_signals_that_are_ignored_stay_so(fake_run, stream):
@@ -775,6 +771,11 @@ def test_segments_that_cannot_be_used(fake_run):
     assert errors[2].startswith("A hole of size 0 has nothing to fill")
 
 
+def test_a_prompt_field_called_segments(fake_run):
+    fake_run("--prompt_field=segments", lines=[{"segments": "ab"}])
+    assert read(fake_run.target) == [{"segments": "ab", "response": "AB0", "finish_reason": "eos"}]
+
+
 def test_what_else_an_input_object_may_hold(fake_run):
     """Fields that an output has too are replaced; one that only shares the name of another stays."""
     lines = [
@@ -849,6 +850,7 @@ def as_process(fake_run, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(decode, "_join_processes", lambda args: decode._Process(id, count))
             patch.setattr(decode, "_wait_for_all", lambda process, name: waited.append(name))
+            patch.setattr(decode.os, "_exit", sys.exit)
             result = fake_run(*arguments, **keywords)
         return *result, waited
 
@@ -876,12 +878,12 @@ def test_processes_share_the_input(as_process, fake_run, stream):
 
 
 def test_one_process_goes_on_where_several_were(as_process, fake_run, stream):
-    stream.after = {2: interrupt}
+    stream.after = {1: interrupt}
     status, err, waited = as_process(1, 2, lines=prompts(10))
     assert (status, waited) == (130, [])
     assert err.startswith("Interrupted: 2 of 5 prompts answered;")
     assert not fake_run.target.exists()
-    stream.after = {4: interrupt}
+    stream.after = {3: interrupt}
     assert fake_run()[1].startswith("Interrupted: 6 of 10 prompts answered;")
     stream.after = {}
     assert fake_run()[0] == 0
@@ -891,7 +893,7 @@ def test_one_process_goes_on_where_several_were(as_process, fake_run, stream):
 
 
 def test_several_processes_go_on_where_others_were(as_process, fake_run, stream):
-    stream.after = {2: interrupt}
+    stream.after = {1: interrupt}
     as_process(2, 3, lines=prompts(10))
     as_process(0, 3)
     stream.after = {}
@@ -900,6 +902,16 @@ def test_several_processes_go_on_where_others_were(as_process, fake_run, stream)
     as_process(0, 2)
     assert read(fake_run.target) == responses(10)
     assert not answers.find_parts(fake_run.target)
+
+
+def test_a_process_that_waits_for_one_that_died(monkeypatch):
+    def barrier(**keywords):
+        raise RuntimeError("a task died")
+
+    monkeypatch.setattr(decode.multihost, "get_barrier_sync_fn", lambda: barrier)
+    decode._wait_for_all(decode._Process(0, 1), "answered")
+    with pytest.raises(ConfigError, match="Another process ended before its share was answered; run all of them again"):
+        decode._wait_for_all(decode._Process(0, 2), "answered")
 
 
 # ---- real processes ------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 import io
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
 from refusion_jax.data.records import DataError
+from refusion_jax.files import replace_file
 
 MODEL_NAME = "tokenizer.model"
 
@@ -97,15 +97,8 @@ class Tokenizer:
         """Writes `directory`/tokenizer.model, making the directory; the file appears only when complete."""
         target = pathlib.Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target, prefix=MODEL_NAME)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self._model)
-            os.chmod(temporary, 0o644)  # mkstemp's files are for their owner alone
-            os.replace(temporary, target / MODEL_NAME)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replace_file(target / MODEL_NAME) as file:
+            file.write(self._model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":

@@ -34,6 +34,7 @@ from refusion_jax.modeling import KVCache, Transformer
 MIN_PROMPT_BUCKET = 32
 MIN_RESPONSE_BUCKET = 64
 MIN_WIDTH = 16
+MANY_ROWS = 8
 MIN_TOKENS = 64  # packing fewer tokens gains nothing
 PACKED_QUARTERS = (1, 2, 3)  # of the tokens that full rows would have
 ROWS_PER_ADMISSION = 8  # one prefill fills this part of the rows, so that it always has the same shape
@@ -58,7 +59,9 @@ def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
     Widths are powers of two. With several rows their queries differ in length, so each width also comes with fewer
     tokens than full rows would have: the dense layers then run on packed tokens.
     """
-    widths = [MIN_WIDTH * 2**i for i in range((bucket(capacity, MIN_WIDTH) // MIN_WIDTH).bit_length())]
+    # Among many rows one with a longer query is always there.
+    narrowest = min(MIN_WIDTH if rows < MANY_ROWS else 2 * MIN_WIDTH, bucket(capacity, MIN_WIDTH))
+    widths = [narrowest * 2**i for i in range((bucket(capacity, narrowest) // narrowest).bit_length())]
     shapes = set()
     for width in widths:
         full = rows * width

@@ -5,7 +5,6 @@ keeps parameters and the rest of the training state as two items, so that decodi
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from refusion_jax.config import CheckpointConfig, Config, ConfigError, ModelConfig, from_dict, join_some, to_dict
+from refusion_jax.files import replace_file
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.modeling import Transformer
 from refusion_jax.training.state import TrainState
@@ -30,9 +30,8 @@ class WorkdirError(ValueError):
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` under a temporary name, then renames: a reader never meets half a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+    with replace_file(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def claim_workdir(workdir: Path, config: Config) -> None:
@@ -142,7 +141,7 @@ def restore_params(workdir: Path, config: ModelConfig) -> Any:
             raise CheckpointError(nothing)
         tokens = jnp.zeros((1, 1), jnp.int32)
         shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nn.unbox(shapes)
         )

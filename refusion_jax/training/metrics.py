@@ -1,12 +1,13 @@
 """Where a run's numbers go: `metrics.jsonl`, TensorBoard files and a progress bar."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import tqdm
 from tensorboardX import SummaryWriter
+
+from refusion_jax.files import replace_file
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -23,9 +24,8 @@ class MetricsWriter:
     def __init__(self, workdir: Path, start_step: int, steps: int):
         self._path = workdir / METRICS_NAME
         kept = [record for record in read_metrics(workdir) if record["step"] <= start_step]
-        temporary = self._path.with_name(METRICS_NAME + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, self._path)
+        with replace_file(self._path) as file:
+            file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
         self._file = self._path.open("a")
         # Events of steps that are done again hide the lost ones.
         purge = {"purge_step": start_step + 1} if start_step else {}
