@@ -209,8 +209,7 @@ def generate_stream(
       ConfigError: for a prompt that cannot be decoded, naming it, or that exceeds what the stream was made for.
     """
     prefix_tokens = _encode_prefix(model, prefix)
-    if not is_whole(num_samples) or num_samples < 1:
-        raise ConfigError(f"num_samples is {num_samples!r}; ask for at least one.")
+    _check_num_samples(num_samples)
     stream = Stream(
         model.module,
         model.params,
@@ -230,8 +229,8 @@ def generate_stream(
     jobs = _jobs(model, requests, num_samples, len(prefix_tokens), prepared)
     exhausted = False
     while stream.busy or not exhausted:
-        answers = []
-        while stream.room and not exhausted:
+        answers: list[Answer] = []
+        while stream.room and not exhausted and not answers:
             job = next(jobs, None)
             if job is None:
                 exhausted = True
@@ -258,6 +257,8 @@ def _jobs(
         each = request.prompt
         if not isinstance(each, Prepared):
             each = _prepare_numbered(model, request.index, each, request.config, prefix_length)
+        if request.index in prepared:
+            raise ConfigError(f"Prompt {request.index} is in the stream already; give each an index of its own.")
         prepared[request.index] = each
         for sample in range(num_samples):
             yield Job(request.index, sample, each.layout, each.config, request.seed)
@@ -297,7 +298,8 @@ class _Observer:
                 text = decode_tokens(self._model.tokenizer, tokens)
                 goes_on &= self._watch.on_prefix(PrefixEvent(*job.name, tokens, text)) is not False
             self._prefixes[job.name] = len(tokens)
-            if has_stopped(self._model.tokenizer, tokens, job.config):
+            # A stop text ends its hole only, so there is nothing to gain from noticing it early in a template.
+            if job.layout.num_holes == 1 and has_stopped(self._model.tokenizer, tokens, job.config):
                 self._stream.cancel(job.name, "stop")
         if not goes_on:
             self._stream.cancel(job.name)
@@ -306,6 +308,11 @@ class _Observer:
         """Drops what was remembered of a finished response."""
         self._seen.pop((answer.index, answer.sample), None)
         self._prefixes.pop((answer.index, answer.sample), None)
+
+
+def _check_num_samples(num_samples: int) -> None:
+    if not is_whole(num_samples) or num_samples < 1:
+        raise ConfigError(f"num_samples is {num_samples!r}; ask for at least one.")
 
 
 def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int) -> int:
@@ -361,13 +368,16 @@ def generate(
         raise ConfigError("config holds something other than a DecodeConfig; give one, or one per prompt.")
     if len(configs) != len(prompts):
         raise ConfigError(f"{len(configs)} configs for {len(prompts)} prompts; give one, or one per prompt.")
-    seeds: list[Any] = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(prompts)
+    seeds: list[Any] = (
+        list(seed) if isinstance(seed, Sequence | np.ndarray) and np.ndim(seed) else [seed] * len(prompts)
+    )
     if len(seeds) != len(prompts):
         raise ConfigError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one, or one per prompt.")
     for value in seeds or [0 if isinstance(seed, Sequence) else seed]:
         if not is_whole(value) or not 0 <= value < 2**31:
             raise ConfigError(f"seed is {value!r}; it must be a whole number in [0, 2**31).")
     _rows(model, batch_size, 1, 1)  # refuses a wrong one before any work
+    _check_num_samples(num_samples)
     prefix_length = len(_encode_prefix(model, prefix))
     prepared = [
         _prepare_numbered(model, index, prompt, each, prefix_length)

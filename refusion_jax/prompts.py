@@ -14,7 +14,7 @@ from refusion_jax.decoding.layout import prepare_layout
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
     """A prompt that has been checked and can be decoded.
 
@@ -133,12 +133,15 @@ def has_stopped(tokenizer: Tokenizer | None, tokens: Sequence[int], config: Deco
 
 def _cut(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> tuple[list[int], str] | None:
     """The fewest leading tokens that spell a stop text, and the text before it; None when there is none."""
-    text = _decode(tokenizer, tokens)
-    places = [place for place in map(text.find, stop) if place >= 0]
-    if not places:
+    whole = _decode(tokenizer, tokens)
+    if not any(text in whole for text in stop):
         return None
-    count = next(n for n in range(len(tokens) + 1) if any(s in _decode(tokenizer, tokens[:n]) for s in stop))
-    return list(tokens[:count]), text[: min(places)]
+    for count in range(1, len(tokens) + 1):
+        spelled = _decode(tokenizer, tokens[:count])
+        places = [place for place in map(spelled.find, stop) if place >= 0]
+        if places:
+            return list(tokens[:count]), spelled[: min(places)]
+    return None  # only a tokenizer whose longer texts do not begin with the shorter ones gets here
 
 
 def finish(tokenizer: Tokenizer | None, prepared: Prepared, answer: Answer) -> Answer:

@@ -11,7 +11,6 @@ from refusion_jax import command_line, demo
 from refusion_jax.config import DecodeConfig
 from refusion_jax.data import Example
 from refusion_jax.data.synthetic import held_out_examples
-from refusion_jax.decoding import Generation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,15 +31,12 @@ def encode(text):
 
 
 MODEL = types.SimpleNamespace(tokenizer=types.SimpleNamespace(encode=encode, eos_token_id=EOS))
-GENERATION = Generation(
+GENERATION = types.SimpleNamespace(
     # The fourth reads right up to its missing end and has a pad before it; the last is right, but did not end.
     tokens=[*([*encode(text), EOS] for text in TEXTS[:3]), [*encode(TEXTS[3]), PAD, EOS], encode(TEXTS[4])],
     text=TEXTS,
-    committed=[],
     order=[[0] * 4 + [1] * 5, [0] * 13 + [40], [0] * 9, [2] * 17 + [3], [1] * 8],
     forwards=[2, 5, 1, 4, 3],
-    finish_reason=["eos", "eos", "eos", "eos", "length"],
-    tpf=[],
 )
 
 

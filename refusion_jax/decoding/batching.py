@@ -37,7 +37,7 @@ MIN_WIDTH = 16
 MANY_ROWS = 8
 MIN_TOKENS = 64  # packing fewer tokens gains nothing
 PACKED_QUARTERS = (1, 2, 3)  # of the tokens that full rows would have
-ROWS_PER_ADMISSION = 8  # one prefill fills this part of the rows, so that it always has the same shape
+ROWS_PER_ADMISSION = 4  # one prefill fills this part of the rows, so that it always has the same shape
 LEAST_GROUP = 32  # jobs worth compiling for
 NO_LIMIT = 2**31 - 1
 
@@ -70,7 +70,7 @@ def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(shapes))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """One response to decode.
 
@@ -166,18 +166,22 @@ class Stream:
         self._waiting.append(job)
 
     def cancel(self, name: tuple[int, int], reason: str = "cancelled") -> None:
-        """Ends a job early: `advance` gives its answer as far as it came, with `reason` as its finish_reason."""
-        self._reasons[name] = reason
+        """Ends a job early: `advance` gives its answer as far as it came, with `reason` as its finish_reason.
+
+        A job that is finished, or unknown, is left alone.
+        """
+        if any(job.name == name for job in self._unfinished()):
+            self._reasons[name] = reason
 
     @property
     def busy(self) -> bool:
         """Whether any job has not been answered."""
-        return bool(self._waiting) or any(job is not None for job in self._jobs)
+        return next(self._unfinished(), None) is not None
 
     @property
     def has_stops(self) -> bool:
         """Whether any unfinished job has a stop text, which only the host can see."""
-        return any(job is not None and job.config.stop for job in self._jobs)
+        return any(job.config.stop for job in self._unfinished())
 
     @property
     def room(self) -> int:
@@ -220,6 +224,9 @@ class Stream:
         self.statistics.positions += int(work.positions)
         self.statistics.needed_positions += int(work.needed_positions)
         return answers + self._collect(fetched, observe)
+
+    def _unfinished(self) -> Iterator[Job]:
+        return itertools.chain((job for job in self._jobs if job is not None), self._waiting)
 
     def _drop_waiting(self) -> list[Answer]:
         dropped = [job for job in self._waiting if job.name in self._reasons]

@@ -128,7 +128,10 @@ def read_row(
     offsets = np.flatnonzero(row.committed)
     committed = row.tokens[offsets]
     is_eos = np.isin(row.tokens, list(eos_ids))
-    holes = [_through_first(row.tokens[part], is_eos[part]) for part in layout.by_hole(offsets)]
+    parts = layout.by_hole(np.arange(layout.response_length))
+    # What was ended early may have gaps: of each hole its beginning up to the first one is what there is.
+    parts = [part[row.committed[part]] if reason is None else _before_gap(part, row.committed) for part in parts]
+    holes = [_through_first(row.tokens[part], is_eos[part]) for part in parts]
     ended = bool(holes) and all(hole and hole[-1] in eos_ids for hole in holes)
     return Answer(
         index=index,
@@ -145,6 +148,11 @@ def read_row(
         finish_reason=reason or ("eos" if ended else "length"),
         tpf=_tokens_per_forward(row, config, len(committed)),
     )
+
+
+def _before_gap(part: np.ndarray, committed: np.ndarray) -> np.ndarray:
+    gaps = np.flatnonzero(~committed[part])
+    return part[: gaps[0]] if len(gaps) else part
 
 
 def _through_first(tokens: np.ndarray, is_eos: np.ndarray) -> list[int]:

@@ -30,7 +30,7 @@ class Hole:
 Template = Sequence[Sequence[int] | Hole]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """A request's tokens, as arrays.
 
@@ -59,10 +59,14 @@ class Layout:
         """Tokens of all holes."""
         return len(self.position_ids)
 
+    @property
+    def num_holes(self) -> int:
+        """Holes to fill; a plain prompt has one."""
+        return int(self.holes[-1]) + 1 if self.response_length else 0
+
     def by_hole(self, offsets: np.ndarray) -> list[np.ndarray]:
         """Cuts ascending `offsets` into those of each hole."""
-        count = int(self.holes[-1]) + 1 if self.response_length else 0
-        return [offsets[self.holes[offsets] == hole] for hole in range(count)]
+        return [offsets[self.holes[offsets] == hole] for hole in range(self.num_holes)]
 
 
 def is_template(prompt: Any) -> bool:
@@ -115,7 +119,7 @@ def lay_out(prompt: Sequence[int] | Template, config: DecodeConfig, positions: i
             response += places
             slot_sizes += [min(config.slot_size, length - start) for start in range(0, length, config.slot_size)]
         else:
-            tokens += segment
+            tokens += list(segment)
             fixed += places
     starts = np.cumsum([0, *slot_sizes[:-1]])[: len(slot_sizes)]
     parts = np.array_split(np.arange(len(slot_sizes)), min(config.serial_num_blocks, max(len(slot_sizes), 1)))

@@ -8,7 +8,6 @@ import pytest
 
 from refusion_jax.config import DecodeConfig
 from refusion_jax.data import load_dataset
-from refusion_jax.decoding import Generation
 from refusion_jax.objectives import HybridLoss
 from refusion_jax.training import evaluation
 
@@ -59,7 +58,7 @@ def test_held_out_answers_count_whole_responses_that_fit(dataset, monkeypatch):
         assert configs == [DecodeConfig(gen_length=7, slot_size=4)] * 5
         right, cut, longer, other, right_too = (gold for _, gold in fitting)
         responses = [right, cut[:-1], [*longer, 5], [*other[:-2], 5, other[-1]], right_too]
-        return Generation(responses, None, [], [], [2] * 5, [], [])
+        return SimpleNamespace(tokens=responses, forwards=[2] * 5)
 
     monkeypatch.setattr(evaluation, "decode_prompts", decode_prompts)
     got = evaluation.held_out_answers(module, None, dataset, DecodeConfig(gen_length=7, slot_size=4), 6)
