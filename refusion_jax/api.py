@@ -179,6 +179,7 @@ def generate_stream(
     prompt_length: int,
     response_length: int,
     batch_size: int | str = 32,
+    most_requests: int | None = None,
     num_samples: int = 1,
     prefix: str | Sequence[int] | None = None,
     rules: Rules = DEFAULT_RULES,
@@ -197,6 +198,7 @@ def generate_stream(
       requests: the prompts.
       prompt_length, response_length: the largest of any request, in tokens (`prepare` tells them).
       batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256.
+      most_requests: how many requests there will be at most, where that is known; fewer rows may do then.
       num_samples: answers per prompt.
       prefix: text or token IDs before every prompt; computed once and shared by all rows.
       rules: the functions that decide, see docs/rules.md.
@@ -210,10 +212,11 @@ def generate_stream(
     """
     prefix_tokens = _encode_prefix(model, prefix)
     _check_num_samples(num_samples)
+    rows = _rows(model, batch_size, prompt_length, response_length)
     stream = Stream(
         model.module,
         model.params,
-        rows=_rows(model, batch_size, prompt_length, response_length),
+        rows=rows if most_requests is None else min(rows, bucket(most_requests * num_samples, 1)),
         prompt_length=prompt_length,
         response_length=response_length,
         prefix=prefix_tokens,

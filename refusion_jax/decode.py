@@ -27,38 +27,28 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
-import types
 import typing
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 import tqdm
 from absl import flags
-from orbax.checkpoint import multihost
 
 from refusion_jax import answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
-from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
+from refusion_jax.config import ConfigError, DecodeConfig, to_dict
 from refusion_jax.decoding import Answer, Rules, Statistics
-from refusion_jax.decoding.batching import count_suppressed
 from refusion_jax.decoding.rules import SLOT_SCORES
-from refusion_jax.files import fingerprint, read_lines
+from refusion_jax.files import fingerprint
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.prompts import Prepared
+from refusion_jax.processes import Interrupted, Process, Signals, join_processes, wait_for_all
+from refusion_jax.prompt_files import SEED_LIMIT, Bounds, Line, Reader, Scan, open_input, scan_file
 from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
-MAX_LINE_BYTES = 1 << 20
 PLAIN_PROGRESS_SECONDS = 10.0
-
-_SEED_LIMIT = 2**31
-_SHUTDOWN_SECONDS = 30
-_BARRIER_MILLISECONDS = 30 * 24 * 3600 * 1000  # shares may take days and finish far apart
 
 
 class _BatchSize(flags.ArgumentParser):
@@ -100,7 +90,7 @@ flags.DEFINE(
     "Responses decoded at once, or auto: as many as memory holds.",
     flag_values=FLAGS,
 )
-flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=_SEED_LIMIT - 1, flag_values=FLAGS)
+flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=SEED_LIMIT - 1, flag_values=FLAGS)
 flags.DEFINE_enum(
     "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
 )
@@ -122,79 +112,15 @@ for _field in dataclasses.fields(DecodeConfig):
     _DEFINE[_kind](_field.name, None, _text, flag_values=FLAGS)
 
 
-class _Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM came."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-
-
-class _Signals:
-    """Makes SIGINT and SIGTERM raise `_Interrupted` in a `with` block: at once, or at the next `check` while `waiting`.
-
-    While answers are decoded they wait: Python swallows what is raised while it collects garbage, which is then the
-    likeliest time. A second signal never waits.
-    """
-
-    def __init__(self) -> None:
-        self._came: int | None = None
-        self._before: dict[int, Any] = {}
-        self.waiting = False
-
-    def __enter__(self) -> "_Signals":
-        if threading.current_thread() is threading.main_thread():  # which alone may set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._raise)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _raise(self, number: int, frame: types.FrameType | None) -> None:
-        is_second, self._came = self._came is not None, number
-        if is_second or not self.waiting:
-            self.check()
-
-    def check(self) -> None:
-        """Raises if a signal came.
-
-        Raises:
-          _Interrupted: then.
-        """
-        if self._came is not None:
-            raise _Interrupted(self._came)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Process:
-    """Which of the processes that share the input this is. A line belongs to process `line % count`."""
-
-    id: int = 0
-    count: int = 1
-
-    def has(self, line: int) -> bool:
-        return line % self.count == self.id
-
-    def of(self, states: bytearray | np.ndarray) -> Any:
-        """The part, of what is known by line, that this process has."""
-        return states[self.id :: self.count]
-
-
-_ALONE = _Process()
-
-
 def main(args: flags.FlagValues) -> None:
     """Decodes with the parsed flags."""
     _check_flags(args)
-    process = _join_processes(args)
+    process = join_processes(args)
     keep_freed_memory()
     try:
-        with _Signals() as signals:
+        with Signals() as signals:
             status = _decode(args, process, signals)
-    except _Interrupted as interrupted:
+    except Interrupted as interrupted:
         print("Interrupted.", file=sys.stderr)
         status = 128 + interrupted.number
     if process.count > 1 and status >= 128:
@@ -222,36 +148,7 @@ def _check_flags(args: flags.FlagValues) -> None:
             answers.check_free(files[flag], flag)
 
 
-def _join_processes(args: flags.FlagValues) -> _Process:
-    """Connects to the other processes; for before anything else uses JAX."""
-    names = ("num_processes", "process_id", "coordinator_address")
-    given = [name for name in names if args[name].value is not None]
-    if not given:
-        return _ALONE
-    if len(given) < len(names):
-        missing = next(name for name in names if name not in given)
-        raise ConfigError(f"--{given[0]} is given without --{missing}; processes that share the input need all three.")
-    if args.process_id >= args.num_processes:
-        raise ConfigError(
-            f"--process_id is {args.process_id}; with --num_processes={args.num_processes} it must lie in "
-            f"[0, {args.num_processes})."
-        )
-    host, _, port = args.coordinator_address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            f"--coordinator_address is {args.coordinator_address!r}; give HOST:PORT, as in 10.0.0.1:1234."
-        )
-    jax.distributed.initialize(
-        args.coordinator_address,
-        args.num_processes,
-        args.process_id,
-        # One that is interrupted need not wait long for those that are not.
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-    )
-    return _Process(args.process_id, args.num_processes)
-
-
-def _decode(args: flags.FlagValues, process: _Process, signals: _Signals) -> int:
+def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     model = load(args.checkpoint)
     config = dataclasses.replace(model.decode, **_settings(args))
     if args.prefix:
@@ -287,39 +184,20 @@ def _settings(args: flags.FlagValues) -> dict[str, Any]:
     return settings
 
 
-@dataclasses.dataclass
-class _Bounds:
-    """What a stream must be made for: the largest of its requests."""
-
-    prompt_length: int = 1
-    response_length: int = 1
-    suppressed: int = 0
-    sampling: bool = False
-    infilling: bool = False
-
-    def include(self, prepared: Prepared) -> None:
-        config = prepared.config
-        self.prompt_length = max(self.prompt_length, prepared.prompt_length)
-        self.response_length = max(self.response_length, prepared.response_length)
-        self.suppressed = max(self.suppressed, count_suppressed(config))
-        self.sampling |= config.temperature > 0
-        self.infilling |= config.algorithm == "paper"
-
-
 def _stream(
     model: Model,
     args: flags.FlagValues,
     requests: Iterable[StreamRequest],
     count: int,
-    bounds: _Bounds,
+    bounds: Bounds,
     statistics: Statistics,
 ) -> Iterator[Answer]:
     """Answers to `count` requests at most, of which each gets `--num_samples`."""
-    rows = args.batch_size if args.batch_size == "auto" else min(args.batch_size, count * args.num_samples)
     return generate_stream(
         model,
         requests,
-        batch_size=rows,
+        batch_size=args.batch_size,
+        most_requests=count,
         num_samples=args.num_samples,
         prefix=args.prefix or None,
         rules=Rules(slot_score=SLOT_SCORES[args.slot_score]),
@@ -330,7 +208,7 @@ def _stream(
 
 def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
-    prepared, bounds, statistics = prepare(model, args.prompt, config, args.prefix or None), _Bounds(), Statistics()
+    prepared, bounds, statistics = prepare(model, args.prompt, config, args.prefix or None), Bounds(), Statistics()
     bounds.include(prepared)
     requests = [StreamRequest(0, prepared, config, args.seed)]
     for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
@@ -346,17 +224,15 @@ def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig) -> in
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def decode_file(
-    model: Model, args: flags.FlagValues, config: DecodeConfig, process: _Process, signals: _Signals
-) -> int:
+def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig, process: Process, signals: Signals) -> int:
     """Answers a file of prompts, or this process's share of it; returns the exit status.
 
     Raises:
       ConfigError: when the input cannot be read or used, or the output not be written or continued.
     """
-    with _open_input(Path(args.input)) as source, contextlib.ExitStack() as stack:
-        reader = _Reader(model, config, args.seed, args.prompt_field, args.prefix or None, signals)
-        scan = _scan(source, reader, process)
+    with open_input(Path(args.input)) as source, contextlib.ExitStack() as stack:
+        reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, signals)
+        scan = scan_file(source, reader, process)
         identity = _identity(args, config, scan)
         outputs = [
             _Output(
@@ -379,24 +255,15 @@ def decode_file(
                 f"Interrupted: {job.done} of {scan.share} prompts answered; run the same command again to continue.",
                 file=sys.stderr,
             )
-            return 128 + (interrupt.number if isinstance(interrupt, _Interrupted) else signal.SIGINT)
+            return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
         return 1 if job.failed else 0
 
 
-def _open_input(path: Path) -> BinaryIO:
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"--input {path} is not a regular file; it is read twice, so save it as one.")
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"--input {path} cannot be read: {error.strerror}.") from error
-
-
-def _own_path(path: str, process: _Process) -> Path:
+def _own_path(path: str, process: Process) -> Path:
     return answers.part_path(Path(path), process.id) if process.id else Path(path)
 
 
-def _identity(args: flags.FlagValues, config: DecodeConfig, scan: "_Scan") -> dict[str, Any]:
+def _identity(args: flags.FlagValues, config: DecodeConfig, scan: "Scan") -> dict[str, Any]:
     """All that answers depend on: not how many are decoded at once, nor by how many processes."""
     checkpoint = Path(args.checkpoint).resolve()
     return {
@@ -425,187 +292,6 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         patterns = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.model")
         found = [path for pattern in patterns for path in directory.glob(pattern)]
     return [path for path in found if path.is_file()]
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """A line of input: its object with "error" where it cannot be answered, and the request where it can."""
-
-    number: int
-    record: dict[str, Any]
-    request: StreamRequest | None = None
-
-
-class _Refused(Exception):
-    """A line that cannot be answered, and what is known of its object."""
-
-    def __init__(self, error: str, record: Mapping[str, Any]):
-        super().__init__(error)
-        self.record = record
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Turns lines into requests."""
-
-    model: Model
-    config: DecodeConfig
-    seed: int
-    prompt_field: str
-    prefix: str | None
-    signals: _Signals
-
-    def lines(
-        self, file: BinaryIO, digest: Any = None, wanted: Callable[[int], bool] = lambda _: True
-    ) -> Iterator[_Line]:
-        """The wanted lines that are not blank."""
-        file.seek(0)
-        for number, line in read_lines(file, MAX_LINE_BYTES, digest):
-            self.signals.check()
-            if (line is None or line.strip()) and wanted(number):
-                yield self.line(number, line)
-
-    def line(self, number: int, line: bytes | None) -> _Line:
-        """Reads one line; None is one too long to be read."""
-        try:
-            record, request = self._read(number, line)
-        except _Refused as refused:
-            return _Line(number, {**refused.record, "line": number, "error": str(refused)})
-        return _Line(number, record, request)
-
-    def _read(self, number: int, line: bytes | None) -> tuple[dict[str, Any], StreamRequest]:
-        if line is None:
-            raise _Refused(f"The line has more than {MAX_LINE_BYTES} bytes; shorten it.", {})
-        try:
-            record = json.loads(line.decode("utf-8-sig"))
-            json.dumps(record, ensure_ascii=False).encode()  # escapes can spell half a surrogate pair
-        except (ValueError, RecursionError) as error:
-            raise _Refused(f"Not JSON in UTF-8: {error}.", {}) from None
-        if not isinstance(record, dict):
-            raise _Refused(f"A JSON object was expected, not {type(record).__name__}.", {})
-        record = self._without_stale(record)
-        try:
-            config, seed = self._config(record)
-            prepared = prepare(self.model, self._prompt(record), config, self.prefix)
-        except ConfigError as error:
-            raise _Refused(str(error), record) from None
-        # The first line's index is that of the first prompt of a list.
-        return record, StreamRequest(number - 1, prepared, config, seed)
-
-    def _without_stale(self, record: dict[str, Any]) -> dict[str, Any]:
-        """An output fed in again must not carry over what was said of it then; other fields may share a name."""
-        stale = {"response", "finish_reason"}
-        for together in ({"line", "error"}, {"responses", "finish_reasons"}, {"segments", "holes"}):
-            stale |= together if together <= record.keys() else set()
-        return {name: value for name, value in record.items() if name not in stale - {self.prompt_field, "segments"}}
-
-    def is_template(self, record: Mapping[str, Any]) -> bool:
-        """Whether an object has segments rather than a prompt."""
-        return "segments" in record and self.prompt_field != "segments"
-
-    def _prompt(self, record: Mapping[str, Any]) -> Any:
-        field = self.prompt_field
-        if self.is_template(record):
-            if field in record:
-                raise ConfigError(f"There are both {field!r} and 'segments'; give one of them.")
-            return {"segments": record["segments"]}
-        if not _is_prompt(record.get(field)):
-            there = ", ".join(record) or "none"
-            raise ConfigError(f"{field!r} must be text or token IDs; fields here: {there}.")
-        return record[field]
-
-    def _config(self, record: Mapping[str, Any]) -> tuple[DecodeConfig, int]:
-        if "decode" not in record or self.prompt_field == "decode":
-            return self.config, self.seed
-        settings = record["decode"]
-        if not isinstance(settings, dict):
-            raise ConfigError(f"'decode' must be an object of settings, not {type(settings).__name__}.")
-        seed = settings.get("seed", self.seed)
-        if type(seed) is not int or not 0 <= seed < _SEED_LIMIT:
-            raise ConfigError(f"decode.seed is {seed!r}; it must be a whole number in [0, 2**31).")
-        changed = {name: value for name, value in settings.items() if name != "seed"}
-        return from_dict(DecodeConfig, to_dict(self.config) | changed, "decode"), seed
-
-
-def _is_prompt(value: Any) -> TypeGuard[str | list[int]]:
-    return isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scan:
-    """What a first reading of the input tells.
-
-    Attributes:
-      size, sha256: of the file.
-      last: number of the last line that is not blank.
-      share: how many that are not blank this process has.
-      bounds: what the good ones ask for.
-    """
-
-    size: int
-    sha256: str
-    last: int
-    share: int
-    bounds: _Bounds
-
-
-def _scan(file: BinaryIO, reader: _Reader, process: _Process) -> _Scan:
-    digest, bounds, ids = hashlib.sha256(), _Bounds(), _Ids()
-    last = share = 0
-    for line in reader.lines(file, digest):
-        last = line.number
-        share += process.has(line.number)
-        ids.add(line)
-        if line.request is not None:
-            assert isinstance(line.request.prompt, Prepared)
-            bounds.include(line.request.prompt)
-    ids.check(file)
-    return _Scan(os.fstat(file.fileno()).st_size, digest.hexdigest(), last, share, bounds)
-
-
-class _Ids:
-    """Finds lines with the same "id", at sixteen bytes a line."""
-
-    def __init__(self) -> None:
-        self._hashes, self._lines = array("Q"), array("Q")
-
-    def add(self, line: _Line) -> None:
-        """Notes the ID of a line, if it has one."""
-        if line.record.get("id") is not None:
-            digest = hashlib.blake2b(_canonical(line.record["id"]), digest_size=8).digest()
-            self._hashes.append(int.from_bytes(digest, "little"))
-            self._lines.append(line.number)
-
-    def check(self, file: BinaryIO) -> None:
-        """Refuses IDs that come twice.
-
-        Raises:
-          ConfigError: naming the first that does, and both lines.
-        """
-        hashes, lines = np.asarray(self._hashes), np.asarray(self._lines)
-        order = np.argsort(hashes, kind="stable")
-        same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-        pairs = sorted((int(lines[order[i + 1]]), int(lines[order[i]])) for i in same)
-        for second, first in pairs:
-            found = _ids_at(file, {first, second})
-            if _canonical(found[first]) == _canonical(found[second]):  # not just the same hash
-                raise ConfigError(
-                    f"--input {file.name} has the id {found[first]!r} twice, on lines {first} and {second}; give every "
-                    "line an id of its own, or none."
-                )
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
-
-
-def _ids_at(file: BinaryIO, numbers: set[int]) -> dict[int, Any]:
-    file.seek(0)
-    lines = itertools.islice(read_lines(file, MAX_LINE_BYTES), max(numbers))
-    return {n: json.loads(line.decode("utf-8-sig"))["id"] for n, line in lines if n in numbers and line is not None}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -655,10 +341,10 @@ class _FileJob:
       done, failed: this process's lines that have an answer, and those of them whose answer is an error.
     """
 
-    def __init__(self, reader: _Reader, outputs: list[_Output], process: _Process, scan: _Scan, num_samples: int):
+    def __init__(self, reader: Reader, outputs: list[_Output], process: Process, scan: Scan, num_samples: int):
         self._reader, self._outputs, self._process, self._scan = reader, outputs, process, scan
         self._num_samples = num_samples
-        self._pending: dict[int, tuple[_Line, list[Answer]]] = {}
+        self._pending: dict[int, tuple[Line, list[Answer]]] = {}
         states = [output.states(scan.last + 1) for output in outputs]
         # A trace has nothing of lines with errors.
         is_failed, is_answered = states[0] == answers.FAILED, np.all(np.stack(states) == answers.ANSWERED, axis=0)
@@ -747,7 +433,7 @@ class _FileJob:
         if self._process.id:
             for output in self._outputs:
                 output.own.close()
-        _wait_for_all(self._process, "answered")
+        wait_for_all(self._process, "answered")
         if not self._process.id:
             for output in self._outputs:
                 output.gather(ordered)
@@ -756,7 +442,7 @@ class _FileJob:
             if self._process.count > 1:
                 print(f"All shares: {len(index) - self.failed} prompts answered, {self.failed} lines with errors.",
                       file=sys.stderr)  # fmt: skip
-        _wait_for_all(self._process, "gathered")
+        wait_for_all(self._process, "gathered")
 
 
 def _response(samples: list[Answer], is_template: bool) -> dict[str, Any]:
@@ -786,26 +472,6 @@ def _trace(line: int, answer: Answer) -> dict[str, Any]:
         "iteration": answer.order,
         "probability": [float(f"{probability:.7g}") for probability in answer.probabilities],  # no more is float32
     }
-
-
-def _wait_for_all(process: _Process, name: str) -> None:
-    if process.count == 1:
-        return
-    # Not `sync_global_devices`: as a computation on devices it gives up on a process that is half a minute late.
-    barrier, errors = multihost.get_barrier_sync_fn(), []
-
-    def wait() -> None:
-        try:
-            barrier(key=f"refusion_jax.decode.{name}", timeout_ms=_BARRIER_MILLISECONDS)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait, daemon=True)  # signals come between calls, of which this is one
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-    if errors:
-        raise ConfigError("Another process ended before its share was answered; run all of them again.") from errors[0]
 
 
 class _Progress:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from refusion_jax import answers, api, command_line, decode
+from refusion_jax import answers, api, command_line, decode, processes, prompt_files
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding import Answer
 from refusion_jax.decoding.rules import SLOT_SCORES
@@ -545,9 +545,9 @@ def test_signals_that_are_ignored_stay_so(fake_run, stream):
 
 
 def test_interrupted_before_anything_is_known(fake_run, monkeypatch):
-    monkeypatch.setattr(decode, "_scan", lambda *arguments: terminate())
+    monkeypatch.setattr(decode, "scan_file", lambda *arguments: terminate())
     assert fake_run(lines=prompts(2)) == (143, "Interrupted.\n")
-    monkeypatch.setattr(decode, "_scan", lambda *arguments: interrupt())
+    monkeypatch.setattr(decode, "scan_file", lambda *arguments: interrupt())
     assert fake_run(lines=prompts(2)) == (130, "Interrupted.\n")
     assert not fake_run.target.exists()
 
@@ -651,9 +651,9 @@ def test_ids_that_only_look_alike(fake_run):
 
 
 def test_ids_of_the_same_hash(fake_run, monkeypatch):
-    real = decode._canonical
+    real = prompt_files._canonical
     monkeypatch.setattr(
-        decode, "_canonical", lambda value: b"" if sys._getframe(1).f_code.co_name == "add" else real(value)
+        prompt_files, "_canonical", lambda value: b"" if sys._getframe(1).f_code.co_name == "add" else real(value)
     )
     assert fake_run(lines=prompts(3))[0] == 0
     assert fake_run(lines=[*prompts(2), {"prompt": "x", "id": 1}])[0] == 2
@@ -848,8 +848,8 @@ def as_process(fake_run, monkeypatch):
     def run(id, count, *arguments, **keywords):
         waited = []
         with monkeypatch.context() as patch:
-            patch.setattr(decode, "_join_processes", lambda args: decode._Process(id, count))
-            patch.setattr(decode, "_wait_for_all", lambda process, name: waited.append(name))
+            patch.setattr(decode, "join_processes", lambda args: processes.Process(id, count))
+            patch.setattr(decode, "wait_for_all", lambda process, name: waited.append(name))
             patch.setattr(decode.os, "_exit", sys.exit)
             result = fake_run(*arguments, **keywords)
         return *result, waited
@@ -908,10 +908,10 @@ def test_a_process_that_waits_for_one_that_died(monkeypatch):
     def barrier(**keywords):
         raise RuntimeError("a task died")
 
-    monkeypatch.setattr(decode.multihost, "get_barrier_sync_fn", lambda: barrier)
-    decode._wait_for_all(decode._Process(0, 1), "answered")
+    monkeypatch.setattr(processes.multihost, "get_barrier_sync_fn", lambda: barrier)
+    processes.wait_for_all(processes.Process(0, 1), "answered")
     with pytest.raises(ConfigError, match="Another process ended before its share was answered; run all of them again"):
-        decode._wait_for_all(decode._Process(0, 2), "answered")
+        processes.wait_for_all(processes.Process(0, 2), "answered")
 
 
 # ---- real processes ------------------------------------------------------------------------------------------------
