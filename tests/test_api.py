@@ -432,3 +432,25 @@ def test_a_run_without_a_resolved_configuration(copied_run):
     (copied_run / "config.json").write_text("{}")
     with pytest.raises(rf.CheckpointError, match="vocab_size is 0"):
         rf.load(copied_run)
+
+
+def test_a_stream_has_no_more_rows_than_answers(model, monkeypatch):
+    rows = []
+
+    class Stopped(Exception):
+        pass
+
+    def stream(*_, **keywords):
+        rows.append(keywords["rows"])
+        raise Stopped
+
+    monkeypatch.setattr(api, "Stream", stream)
+    for most, samples in ((None, 1), (3, 1), (3, 5)):
+        with pytest.raises(Stopped):
+            next(
+                rf.generate_stream(
+                    model, iter([]), prompt_length=4, response_length=8, batch_size=8, most_requests=most,
+                    num_samples=samples,
+                )
+            )  # fmt: skip
+    assert rows == [8, 4, 8]

@@ -732,13 +732,13 @@ def test_settings_are_flags_over_those_of_the_run(fake_run, stream):
     assert rules.slot_score == SLOT_SCORES["margin"]
     assert stream.keywords == {
         "prompt_length": 3, "response_length": 32, "suppressed": 4, "sampling": True, "infilling": True,
-        "batch_size": "auto", "num_samples": 2, "prefix": "Be brief.",
+        "batch_size": "auto", "most_requests": 1, "num_samples": 2, "prefix": "Be brief.",
     }  # fmt: skip
 
 
-def test_no_more_rows_than_responses(fake_run, stream):
+def test_the_stream_is_told_how_many_come(fake_run, stream):
     fake_run("--num_samples=2", lines=prompts(3))
-    assert stream.keywords["batch_size"] == 6
+    assert (stream.keywords["batch_size"], stream.keywords["most_requests"]) == (32, 3)
     assert (stream.keywords["sampling"], stream.keywords["infilling"]) == (False, False)
 
 
