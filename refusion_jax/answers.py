@@ -386,6 +386,12 @@ def _count_matching(file: BinaryIO, index: Index) -> tuple[int, bool]:
 def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path, flag: str) -> None:
     for name in [*ours, *theirs]:
         if theirs.get(name) != ours.get(name):
+            if name in ("input_bytes", "input_sha256"):
+                raise ConfigError(
+                    f"{flag} {path} belongs to another input, or the input was changed since ({name} "
+                    f"{_shortened(theirs.get(name))}, not {_shortened(ours.get(name))}); delete it and "
+                    f"{journal_path(path).name}, or choose another {flag}."
+                )
             raise ConfigError(
                 f"{flag} {path} belongs to a run with {name} {_shortened(theirs.get(name))}, not "
                 f"{_shortened(ours.get(name))}; delete it and {journal_path(path).name}, or choose another {flag}."

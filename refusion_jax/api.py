@@ -150,6 +150,10 @@ class Watch:
     every: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("on_slot", "on_prefix"):
+            callback = getattr(self, name)
+            if callback is not None and not callable(callback):
+                raise ConfigError(f"{name} is {_brief(callback)}; give a function.")
         if not is_whole(self.every) or self.every < 1:
             raise ConfigError(f"every is {self.every!r}; look at least every forward, 1.")
 
@@ -167,9 +171,33 @@ def prepare(model: Model, prompt: Prompt, config: DecodeConfig, prefix: str | Se
 
 
 def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int]:
-    tokens = [] if prefix is None else encode(model.tokenizer, prefix)
+    if prefix is None:
+        return []
+    if not isinstance(prefix, str | Sequence | np.ndarray):
+        raise ConfigError(f"prefix is {_brief(prefix)}; give a text or a list of token IDs.")
+    tokens = encode(model.tokenizer, prefix)
     check_tokens(tokens, "Prefix token", model.config)
+    most = model.config.max_position_embeddings
+    if len(tokens) >= most:
+        raise ConfigError(f"The prefix has {len(tokens)} tokens, which leaves no room in {most} positions; shorten it.")
     return tokens
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _require(value: Any, kind: type, name: str, what: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {_brief(value)}; give {what}.")
+
+
+def _check_options(rules: Rules, watch: Watch, statistics: Statistics | None) -> None:
+    _require(rules, Rules, "rules", "a Rules object")
+    _require(watch, Watch, "watch", "a Watch object")
+    if statistics is not None:
+        _require(statistics, Statistics, "statistics", "a Statistics object")
 
 
 def generate_stream(
@@ -210,8 +238,16 @@ def generate_stream(
     Raises:
       ConfigError: for a prompt that cannot be decoded, naming it, or that exceeds what the stream was made for.
     """
+    _require(model, Model, "model", "what load() returns")
+    _check_options(rules, watch, statistics)
     prefix_tokens = _encode_prefix(model, prefix)
     _check_num_samples(num_samples)
+    for name, length in (("prompt_length", prompt_length), ("response_length", response_length)):
+        if not is_whole(length) or not 0 <= length <= model.config.max_position_embeddings:
+            most = model.config.max_position_embeddings
+            raise ConfigError(
+                f"{name} is {length!r}; it must be a whole number of at most {most}, the model's maximum."
+            )
     rows = _rows(model, batch_size, prompt_length, response_length)
     stream = Stream(
         model.module,
@@ -257,6 +293,8 @@ def _jobs(
     model: Model, requests: Iterable[StreamRequest], num_samples: int, prefix_length: int, prepared: dict[int, Prepared]
 ) -> Iterator[Job]:
     for request in requests:
+        _require(request, StreamRequest, "A request", "a StreamRequest")
+        _require(request.config, DecodeConfig, f"The config of prompt {request.index}", "a DecodeConfig")
         each = request.prompt
         if not isinstance(each, Prepared):
             each = _prepare_numbered(model, request.index, each, request.config, prefix_length)
@@ -293,13 +331,13 @@ class _Observer:
             seen = self._seen.get(job.name, np.zeros_like(row.committed))
             for slot in new_slots(job, row, seen):
                 slot = dataclasses.replace(slot, text=decode_tokens(self._model.tokenizer, slot.tokens))
-                goes_on &= self._watch.on_slot(slot) is not False
+                goes_on &= _goes_on(self._watch.on_slot(slot))
             self._seen[job.name] = row.committed
         if self._watch.on_prefix is not None or job.config.stop:
             tokens = stable_prefix(job, row, self._model.config.eos_token_ids)
             if self._watch.on_prefix is not None and len(tokens) > self._prefixes.get(job.name, 0):
                 text = decode_tokens(self._model.tokenizer, tokens)
-                goes_on &= self._watch.on_prefix(PrefixEvent(*job.name, tokens, text)) is not False
+                goes_on &= _goes_on(self._watch.on_prefix(PrefixEvent(*job.name, tokens, text)))
             self._prefixes[job.name] = len(tokens)
             # A stop text ends its hole only, so there is nothing to gain from noticing it early in a template.
             if job.layout.num_holes == 1 and has_stopped(self._model.tokenizer, tokens, job.config):
@@ -311,6 +349,10 @@ class _Observer:
         """Drops what was remembered of a finished response."""
         self._seen.pop((answer.index, answer.sample), None)
         self._prefixes.pop((answer.index, answer.sample), None)
+
+
+def _goes_on(said: Any) -> bool:
+    return bool(said) or not isinstance(said, bool | np.bool_)  # NumPy's False counts, an empty text does not
 
 
 def _check_num_samples(num_samples: int) -> None:
@@ -360,8 +402,9 @@ def generate(
     Raises:
       ConfigError: for a prompt or setting that cannot be used, naming the prompt.
     """
-    if isinstance(prompts, str | Mapping):
-        raise ConfigError("prompts is a single prompt; give a list of prompts.")
+    _require(model, Model, "model", "what load() returns")
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts is {_brief(prompts)}, no list of prompts; give a list, also of one.")
     prompts = list(prompts)
     if any(is_whole(prompt) for prompt in prompts):
         raise ConfigError("prompts is a single list of token IDs; give a list of prompts.")
@@ -379,6 +422,9 @@ def generate(
     for value in seeds or [0 if isinstance(seed, Sequence) else seed]:
         if not is_whole(value) or not 0 <= value < 2**31:
             raise ConfigError(f"seed is {value!r}; it must be a whole number in [0, 2**31).")
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress is {_brief(on_progress)}; give a function.")
+    _check_options(rules, watch, statistics)
     _rows(model, batch_size, 1, 1)  # refuses a wrong one before any work
     _check_num_samples(num_samples)
     prefix_length = len(_encode_prefix(model, prefix))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 ALGORITHMS = ("self_correcting", "paper")
+MAX_TEMPERATURE = 1_000
 DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "full")
 SOURCES = ("synthetic", "json")
@@ -326,6 +327,10 @@ class DecodeConfig:
         _require_types("decode", self)
         _require_choice("decode.algorithm", self.algorithm, ALGORITHMS)
         _require_minimum("decode", self, gen_length=1, slot_size=1, serial_num_blocks=1, temperature=0)
+        _require(
+            self.temperature <= MAX_TEMPERATURE,
+            f"decode.temperature is {self.temperature!r}; above {MAX_TEMPERATURE} nothing but noise decides: lower it.",
+        )
         for field in ("slot_threshold", "token_threshold", "carry_threshold"):
             value = getattr(self, field)
             _require(0 <= value <= 1, f"decode.{field} is {value!r}; a probability threshold must lie in [0, 1].")

@@ -175,7 +175,7 @@ def _settings(args: flags.FlagValues) -> dict[str, Any]:
         if typing.get_origin(kind) is tuple:
             item = typing.get_args(kind)[0]
             try:
-                value = tuple(item(text) for text in value if text)  # an empty flag is no item
+                value = tuple(item(text) for text in value if text or item is str)  # an empty list has one empty item
             except ValueError:
                 raise ConfigError(
                     f"--{name} is {','.join(value)!r}; give whole numbers, separated by commas."

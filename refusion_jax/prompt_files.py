@@ -107,7 +107,8 @@ class Reader:
             raise _Refused(f"The line has more than {MAX_LINE_BYTES} bytes; shorten it.", {})
         try:
             record = json.loads(line.decode("utf-8-sig"))
-            json.dumps(record, ensure_ascii=False).encode()  # escapes can spell half a surrogate pair
+            # Escapes can spell half a surrogate pair, and Python reads NaN and 1e400, which nobody else does.
+            json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
             raise _Refused(f"Not JSON in UTF-8: {error}.", {}) from None
         if not isinstance(record, dict):
@@ -139,8 +140,11 @@ class Reader:
                 raise ConfigError(f"There are both {field!r} and 'segments'; give one of them.")
             return {"segments": record["segments"]}
         if not _is_prompt(record.get(field)):
-            there = ", ".join(record) or "none"
-            raise ConfigError(f"{field!r} must be text or token IDs; fields here: {there}.")
+            if field not in record:
+                raise ConfigError(
+                    f"There is no {field!r} here and no 'segments'; fields: {', '.join(record) or 'none'}."
+                )
+            raise ConfigError(f"{field!r} must be text or a list of token IDs, which are whole numbers.")
         return record[field]
 
     def _config(self, record: Mapping[str, Any]) -> tuple[DecodeConfig, int]:

@@ -1,10 +1,13 @@
 """From texts and templates to what the decoder takes, and from its answers back to text."""
 
+import bisect
 import dataclasses
 import itertools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import Tokenizer
@@ -21,11 +24,13 @@ class Prepared:
     Attributes:
       layout, config: what the decoder takes.
       texts: of a template its fixed texts, None for each hole; None for a plain prompt or without a tokenizer.
+      offset: tokens of a shared prefix that stand before it.
     """
 
     layout: Layout
     config: DecodeConfig
     texts: tuple[str | None, ...] | None = None
+    offset: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -89,7 +94,7 @@ def prepare_prompt(
             tokens = [list(itertools.chain(*tokens))] if any(tokens) else []
     else:
         tokens = encode(tokenizer, prompt)
-    return Prepared(prepare_layout(tokens, config, model, prefix_length), config, texts)
+    return Prepared(prepare_layout(tokens, config, model, prefix_length), config, texts, prefix_length)
 
 
 def _read_segments(tokenizer: Tokenizer | None, template: Mapping[str, Any]) -> list[Any]:
@@ -136,12 +141,14 @@ def _cut(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> tu
     whole = _decode(tokenizer, tokens)
     if not any(text in whole for text in stop):
         return None
-    for count in range(1, len(tokens) + 1):
+
+    def spells(count: int) -> bool:
         spelled = _decode(tokenizer, tokens[:count])
-        places = [place for place in map(spelled.find, stop) if place >= 0]
-        if places:
-            return list(tokens[:count]), spelled[: min(places)]
-    return None  # only a tokenizer whose longer texts do not begin with the shorter ones gets here
+        return any(text in spelled for text in stop)
+
+    count = bisect.bisect_left(range(len(tokens)), True, key=spells)
+    spelled = _decode(tokenizer, tokens[:count])
+    return list(tokens[:count]), spelled[: min(place for place in map(spelled.find, stop) if place >= 0)]
 
 
 def finish(tokenizer: Tokenizer | None, prepared: Prepared, answer: Answer) -> Answer:
@@ -156,6 +163,8 @@ def finish(tokenizer: Tokenizer | None, prepared: Prepared, answer: Answer) -> A
     if prepared.texts is not None:
         remaining = iter(texts)
         text = "".join(next(remaining) if fixed is None else fixed for fixed in prepared.texts)
+    if stopped:
+        answer = _without_rest(answer, prepared, [len(hole) for hole in holes])
     return dataclasses.replace(
         answer,
         tokens=[token for hole in holes for token in hole],
@@ -163,4 +172,27 @@ def finish(tokenizer: Tokenizer | None, prepared: Prepared, answer: Answer) -> A
         text=text,
         hole_texts=texts,
         finish_reason="stop" if stopped and answer.finish_reason != "cancelled" else answer.finish_reason,
+    )
+
+
+def _without_rest(answer: Answer, prepared: Prepared, lengths: Sequence[int]) -> Answer:
+    """Leaves of an answer's committed tokens the first so many of each hole.
+
+    What lies behind a stop text, and how long the row went on, depends on when it was noticed.
+    """
+    layout = prepared.layout
+    parts = layout.by_hole(np.arange(layout.response_length))
+    wanted = np.concatenate([part[:count] for part, count in zip(parts, lengths, strict=True)])
+    positions = set((prepared.offset + layout.position_ids[wanted]).tolist())
+    kept = [index for index, position in enumerate(answer.position_ids) if position in positions]
+    order = [answer.order[index] for index in kept]
+    forwards = max(order) + 1 if order and layout.num_holes == 1 else answer.forwards
+    return dataclasses.replace(
+        answer,
+        committed=[answer.committed[index] for index in kept],
+        position_ids=[answer.position_ids[index] for index in kept],
+        order=order,
+        probabilities=[answer.probabilities[index] for index in kept],
+        forwards=forwards,
+        tpf=len(kept) / max(forwards, 1),
     )

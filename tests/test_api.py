@@ -275,8 +275,15 @@ def test_no_prompts(model):
 @pytest.mark.parametrize(
     ("prompts", "arguments", "sentence"),
     [
-        ("S:1?", {}, "prompts is a single prompt; give a list of prompts."),
-        ({"segments": ["S:1?"]}, {}, "prompts is a single prompt; give a list of prompts."),
+        ("S:1?", {}, "prompts is 'S:1?', no list of prompts; give a list, also of one."),
+        ({"segments": ["S:1?"]}, {}, "prompts is {'segments': ['S:1?']}, no list of prompts"),
+        (None, {}, "prompts is None, no list of prompts"),
+        (["S:1?"], {"prefix": 5}, "prefix is 5; give a text or a list of token IDs."),
+        (["S:1?"], {"prefix": "1" * 200}, "The prefix has 200 tokens, which leaves no room in 160 positions"),
+        (["S:1?"], {"rules": "margin"}, "rules is 'margin'; give a Rules object."),
+        (["S:1?"], {"watch": None}, "watch is None; give a Watch object."),
+        (["S:1?"], {"statistics": "x"}, "statistics is 'x'; give a Statistics object."),
+        (["S:1?"], {"on_progress": "x"}, "on_progress is 'x'; give a function."),
         (["S:1?"], {"batch_size": 0}, "batch_size is 0; decode at least one row at once, or say 'auto'."),
         (["S:1?"], {"batch_size": "all"}, "batch_size is 'all'; decode at least one row at once, or say 'auto'."),
         (["S:1?"], {"num_samples": 0}, "num_samples is 0; ask for at least one."),
@@ -454,3 +461,20 @@ def test_a_stream_has_no_more_rows_than_answers(model, monkeypatch):
                 )
             )  # fmt: skip
     assert rows == [8, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_length": 10**9}, "prompt_length is 1000000000; it must be a whole number of at most 160"),
+        ({"response_length": "x"}, "response_length is 'x'; it must be a whole number of at most 160"),
+        ({"requests": ["S:1?"]}, "A request is 'S:1?'; give a StreamRequest."),
+        ({"requests": [rf.StreamRequest(0, "S:1?", "x")]}, "The config of prompt 0 is 'x'; give a DecodeConfig."),
+        ({"num_samples": 0}, "num_samples is 0; ask for at least one."),
+    ],
+)
+def test_streams_that_are_refused(model, arguments, message):
+    arguments = {"requests": [], "prompt_length": 8, "response_length": 16} | arguments
+    with pytest.raises(rf.ConfigError) as caught:
+        list(rf.generate_stream(model, **arguments))
+    assert str(caught.value).startswith(message)

@@ -92,22 +92,25 @@ def test_bad_lines_are_reported_and_good_ones_answered(run_file, expected):
     bad = {
         2: ("{'prompt': 1}", "Not JSON in UTF-8: "),
         4: ('["S:1?"]', "A JSON object was expected, not list."),
-        5: ('{"text": "S:1?", "id": 7}', "'prompt' must be text or token IDs; fields here: text, id."),
-        6: ('{"prompt": 7}', "'prompt' must be text or token IDs"),
-        7: ('{"prompt": null}', "'prompt' must be text or token IDs"),
-        8: ('{"prompt": [5, 1.5]}', "'prompt' must be text or token IDs"),
-        9: ('{"prompt": [true]}', "'prompt' must be text or token IDs"),
+        5: ('{"text": "S:1?", "id": 7}', "There is no 'prompt' here and no 'segments'; fields: text, id."),
+        6: ('{"prompt": 7}', "'prompt' must be text or a list of token IDs, which are whole"),
+        7: ('{"prompt": null}', "'prompt' must be text or a list of token IDs, which are whole"),
+        8: ('{"prompt": [5, 1.5]}', "'prompt' must be text or a list of token IDs, which are whole"),
+        9: ('{"prompt": [true]}', "'prompt' must be text or a list of token IDs, which are whole"),
         11: ('{"prompt": ""}', "The prompt is empty"),
         12: ('{"prompt": []}', "The prompt is empty"),
         13: (json.dumps({"prompt": "R:" + "a" * 200, "id": 8}), "The prompt has 202 tokens"),
         14: ('{"prompt": [5, -1]}', "Prompt token -1 lies outside the vocabulary"),
-        15: ("{}", "'prompt' must be text or token IDs; fields here: none."),
+        15: ("{}", "There is no 'prompt' here and no 'segments'; fields: none."),
+        16: ('{"prompt": "S:1?", "a": NaN}', "Not JSON in UTF-8: "),
+        17: ('{"prompt": "S:1?", "decode": {"slot_threshold": 1e400}}', "Not JSON in UTF-8: "),
+        18: ('{"prompt": "S:1?", "decode": {"temperature": 1e300}}', "decode.temperature is 1e+300; above 1000"),
     }
     good = {1: PROMPTS[0], 3: PROMPTS[1], 10: PROMPTS[2]}
-    lines = [json.dumps({"prompt": good[n]}) if n in good else bad[n][0] for n in range(1, 16)]
+    lines = [json.dumps({"prompt": good[n]}) if n in good else bad[n][0] for n in range(1, 19)]
     status, objects, err = run_file(lines)
     assert status == 1
-    assert "3 prompts answered, 12 lines with errors" in err
+    assert "3 prompts answered, 15 lines with errors" in err
     for number, found in enumerate(objects, 1):
         if number in good:
             assert found == {
@@ -260,7 +263,8 @@ def test_a_text_prompt_for_a_model_without_tokenizer(run, tiny_run, monkeypatch)
         (["--prompt=x", "--num_samples=0"], "flag --num_samples=0"),
         (["--prompt=x", "--slot_score=best"], "flag --slot_score=best"),
         (["--prompt=x", "--suppress_ids=3,b"], "--suppress_ids is '3,b'; give whole numbers, separated by commas."),
-        (["--prompt=x", "--prefix=" + "a" * 200], "The prompt has"),
+        (["--prompt=x", "--prefix=" + "a" * 200], "The prefix has 200 tokens, which leaves no room"),
+        (["--prompt=x", "--stop="], "decode.stop holds an empty text"),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_status_2(arguments, sentence, run):
@@ -320,7 +324,7 @@ def test_segments_and_a_trace(run_file, tiny_run, tmp_path):
     (hole,) = objects[0]["holes"]
     assert objects[0] == lines[0] | {"response": f"S:{hole}+1?", "holes": [hole], "finish_reason": "length"}
     assert (objects[1]["response"], objects[1]["holes"]) == ("S:1+1?", [])
-    assert objects[2]["error"] == "The prompt is empty; give at least one token."
+    assert objects[2]["error"] == "The template has no fixed text; give at least one token."
     first, second = read(trace)
     assert api.load(tiny_run).tokenizer.decode(first["tokens"]) == hole
     assert (first["line"], first["sample"], first["position_ids"]) == (1, 0, [2, 3, 4])
@@ -590,9 +594,9 @@ def test_an_output_of_other_settings_is_refused(arguments, difference, fake_run,
 def test_an_output_of_other_prompts_or_weights_is_refused(fake_run):
     fake_run(lines=prompts(2))
     status, err = fake_run(lines=prompts(3))
-    assert (status, "belongs to a run with input_bytes " in err) == (2, True)
+    assert (status, "belongs to another input, or the input was changed since (input_bytes " in err) == (2, True)
     status, err = fake_run(lines=reversed(prompts(2)))
-    assert (status, "belongs to a run with input_sha256 " in err) == (2, True)
+    assert (status, "belongs to another input, or the input was changed since (input_sha256 " in err) == (2, True)
     (fake_run.checkpoint / "model.safetensors").write_bytes(b"new")
     status, err = fake_run(lines=prompts(2))
     assert (status, "belongs to a run with checkpoint_content " in err) == (2, True)
@@ -768,7 +772,7 @@ def test_segments_that_cannot_be_used(fake_run):
     errors = [found["error"] for found in read(fake_run.target)]
     assert errors[0] == "There are both 'prompt' and 'segments'; give one of them."
     assert errors[1].startswith("A template is ")
-    assert errors[2].startswith("A hole of size 0 has nothing to fill")
+    assert errors[2].startswith("A hole has the size 0")
 
 
 def test_a_prompt_field_called_segments(fake_run):

@@ -160,13 +160,13 @@ def test_templates_mix_with_every_setting(model):
         ({"segments": ["x", {}]}, 'A segment has the fields none; {"hole": length} has one.'),
         ({"segments": ["x", {"length": 3}]}, "A segment has the fields length; "),
         ({"segments": ["x", 5]}, 'A segment is 5; it must be text, token IDs or {"hole": length}.'),
-        ({"segments": ["x", {"hole": 0}]}, "A hole of size 0 has nothing to fill; give it at least one token."),
-        ({"segments": ["x", {"hole": "3"}]}, "A hole of size '3' has nothing to fill"),
+        ({"segments": ["x", {"hole": 0}]}, "A hole has the size 0; it must be a whole number of at least 1."),
+        ({"segments": ["x", {"hole": "3"}]}, "A hole has the size '3'"),
         ({"segments": ["x", [1.5], {"hole": 2}]}, "The prompt holds something other than token IDs"),
         ({"segments": ["x", "\u4e2d", {"hole": 2}]}, "The prompt has characters that the tokenizer does not know."),
         ({"segments": []}, "The prompt is empty; give at least one token."),
         ({"segments": ["", []]}, "The prompt is empty; give at least one token."),
-        ({"segments": [{"hole": 3}]}, "The prompt is empty; give at least one token."),
+        ({"segments": [{"hole": 3}]}, "The template has no fixed text; give at least one token."),
         ({"segments": ["x", {"hole": 3}, "", {"hole": 2}]}, "Two holes stand next to each other, of 3 and 2 tokens"),
         (
             {"segments": ["x", {"hole": 50}, "y", {"hole": 13}]},
@@ -357,3 +357,31 @@ def test_a_stop_text_is_not_met_across_holes(model, every):
     assert not any(stop in text for text in whole.hole_texts[0])
     out = generate(model, [TEMPLATE], dataclasses.replace(SAMPLED, stop=(stop,)), watch=watch(every))
     assert (out.holes, out.text, out.finish_reason) == (whole.holes, whole.text, ["length"])
+
+
+@pytest.mark.parametrize("config", [GREEDY, PAPER], ids=["greedy", "paper, sampled"])
+def test_all_that_is_said_of_a_stopped_response_ends_where_it_stopped(model, config):
+    """When the stop text was noticed, and so how far the row went on, does not matter."""
+    prompts = [[5], [6, 7], [8]]
+    free = generate(model, prompts, config)
+    stops = [text[3:5] for text in free.text]
+    configs = [dataclasses.replace(config, stop=(stop,)) for stop in stops]
+    early, late = (generate(model, prompts, configs, watch=rf.Watch(every=every)) for every in (1, 10**6))
+    assert early == late
+    assert early.finish_reason == ["stop"] * 3
+    for index in range(3):
+        count = len(early.tokens[index])
+        assert early.committed[index] == early.tokens[index] == free.tokens[index][:count]
+        assert early.order[index] == free.order[index][:count]
+        assert early.position_ids[index] == free.position_ids[index][:count]
+        assert early.log_probabilities[index] == pytest.approx(free.log_probabilities[index][:count])
+        assert early.forwards[index] == max(early.order[index]) + 1
+        assert early.tpf[index] == count / early.forwards[index]
+
+
+def test_suppressing_everything_is_refused(model):
+    config = dataclasses.replace(GREEDY, suppress_ids=tuple(range(2, model.config.vocab_size)), suppress_special=True)
+    prepare_prompt(model.tokenizer, model.config, [5], config)  # EOS is left
+    config = dataclasses.replace(config, suppress_ids=tuple(range(model.config.vocab_size)))
+    with pytest.raises(rf.ConfigError, match="tokens are suppressed; leave at least one out of suppress_ids"):
+        prepare_prompt(model.tokenizer, model.config, [5], config)

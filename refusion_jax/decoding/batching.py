@@ -18,7 +18,7 @@ import numpy as np
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding.generation import Answer, Generation, Row, Statistics, read_row
-from refusion_jax.decoding.layout import Layout, Template, prepare_layout
+from refusion_jax.decoding.layout import Layout, Template, prepare_layout, suppressed_ids
 from refusion_jax.decoding.refusion import (
     Program,
     Request,
@@ -155,7 +155,7 @@ class Stream:
         for what, has, most in (
             ("prompt_length", job.layout.prompt_length, self._prompt_length),
             ("response_length", job.layout.response_length, self._capacity),
-            ("suppressed", len(_suppressed_ids(job.config, self._model)), self._suppressed),
+            ("suppressed", len(suppressed_ids(job.config, self._model)), self._suppressed),
         ):
             if has > most:
                 raise ConfigError(f"The stream was made for {what} {most}, too little for {has}; make it larger.")
@@ -248,10 +248,13 @@ class Stream:
                 state.accepted[index],
                 int(state.events[index]),
             )
+            asked_before = job.name in self._reasons
             if observe is not None:
                 observe(job, row)
             if not state.open[index].any():
                 self._jobs[index] = None
+                if not asked_before:
+                    self._reasons.pop(job.name, None)  # it was finished before anyone could end it
                 answers.append(self._answer(job, row))
         return answers
 
@@ -328,11 +331,6 @@ def unstarted(job: Job) -> Answer:
     return read_row(_blank_row(0), job.layout, job.config, (), *job.name, None)
 
 
-def _suppressed_ids(config: DecodeConfig, model: ModelConfig) -> list[int]:
-    special = [model.pad_token_id, model.mask_token_id] if config.suppress_special else []
-    return [*config.suppress_ids, *special]
-
-
 def count_suppressed(config: DecodeConfig) -> int:
     """How many token IDs a config suppresses."""
     return len(config.suppress_ids) + 2 * config.suppress_special
@@ -378,9 +376,9 @@ def make_request(
             per_row([job.index for job in jobs], np.uint32),
             per_row([job.sample for job in jobs], np.uint32),
         )
-    suppressed_ids: Any = np.full((rows, suppressed), model.vocab_size, np.int32)
-    for row, config in zip(suppressed_ids, configs, strict=False):
-        ids = _suppressed_ids(config, model)
+    never: Any = np.full((rows, suppressed), model.vocab_size, np.int32)
+    for row, config in zip(never, configs, strict=False):
+        ids = suppressed_ids(config, model)
         row[: len(ids)] = ids
     return Request(
         position_ids=offset + per_offset([job.layout.position_ids for job in jobs]),
@@ -398,7 +396,7 @@ def make_request(
         top_ps=per_row([c.top_p for c in configs], np.float32, 1),
         keys=keys,
         eos_ids=per_row([model.eos_token_ids] * len(jobs), np.int32, model.eos_token_ids),
-        suppressed_ids=suppressed_ids,
+        suppressed_ids=never,
     )
 
 

@@ -24,7 +24,7 @@ class Hole:
     def __post_init__(self) -> None:
         length: Any = self.length
         if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
-            raise ConfigError(f"A hole of size {self.length!r} has nothing to fill; give it at least one token.")
+            raise ConfigError(f"A hole has the size {self.length!r}; it must be a whole number of at least 1.")
 
 
 Template = Sequence[Sequence[int] | Hole]
@@ -89,7 +89,8 @@ def lay_out(prompt: Sequence[int] | Template, config: DecodeConfig, positions: i
     if template:
         segments = [part for part in prompt if isinstance(part, Hole) or len(part)]  # type: ignore[arg-type]
     if not any(not isinstance(segment, Hole) for segment in segments):
-        raise ConfigError("The prompt is empty; give at least one token.")
+        what = "The template has no fixed text" if segments else "The prompt is empty"
+        raise ConfigError(f"{what}; give at least one token.")
     for left, right in itertools.pairwise(segments):
         if isinstance(left, Hole) and isinstance(right, Hole):
             raise ConfigError(
@@ -102,7 +103,7 @@ def lay_out(prompt: Sequence[int] | Template, config: DecodeConfig, positions: i
         if given + filled > positions:
             raise ConfigError(
                 f"The prompt has {given} tokens, with {filled} to fill that makes {given + filled}, beyond the maximum "
-                f"of {positions}; shorten the prompt or lower gen_length."
+                f"of {positions}; shorten the {'text or the holes' if template else 'prompt or lower gen_length'}."
             )
     tokens: list[int] = []
     fixed: list[int] = []
@@ -145,11 +146,19 @@ def prepare_layout(
     segments: Any = [part for part in prompt if not isinstance(part, Hole)] if is_template(prompt) else [prompt]
     check_tokens(itertools.chain(*segments), "Prompt token", model)
     check_tokens(config.suppress_ids, "suppress_ids: token", model)
+    if len(set(suppressed_ids(config, model))) == model.vocab_size:
+        raise ConfigError(f"All {model.vocab_size} tokens are suppressed; leave at least one out of suppress_ids.")
     try:
         return lay_out(prompt, config, model.max_position_embeddings - prefix_length)
     except ConfigError as error:
         prefix = f" The shared prefix takes {prefix_length} of the model's {model.max_position_embeddings} positions."
         raise ConfigError(f"{error}{prefix if prefix_length else ''}") from None
+
+
+def suppressed_ids(config: DecodeConfig, model: ModelConfig) -> list[int]:
+    """The token IDs that are never proposed."""
+    special = [model.pad_token_id, model.mask_token_id] if config.suppress_special else []
+    return [*config.suppress_ids, *special]
 
 
 def check_tokens(tokens: Iterable[int], name: str, model: ModelConfig) -> None:

@@ -370,7 +370,7 @@ def _after_step(
     chosen, starts = state.chosen, _starts(request)
     verification = _verification(request, state, reading)
     # What has settled stays so and the token behind it passes: with the default rules it would anyway.
-    passes = starts | state.passed | _previous(state.passed) | program.rules.accept(verification)
+    passes = starts | state.passed | _previous(state.passed) | program.rules.accepted(verification)
     settled = chosen & (_offsets(request) < _first(chosen & ~passes))
     eos = _first(settled & _is_eos(request, state.tokens))
     found = eos < chosen.shape[1]
@@ -386,7 +386,8 @@ def _after_step(
     infill = _any(left) & ~give_back & ~ours
 
     drafted, repaired = complete & ahead, repair & left & ~settled & ~starts
-    tokens = jnp.where(repaired, program.rules.repair(verification), jnp.where(drafted, reading.choice, state.tokens))
+    replaced = program.rules.repaired(verification, program.module.config.vocab_size)
+    tokens = jnp.where(repaired, replaced, jnp.where(drafted, reading.choice, state.tokens))
     own = drafted | (repaired & (tokens == reading.choice))
     checked = (accepted & ~starts) | repaired
     probabilities = jnp.where(checked, reading.token_probability, state.probabilities)
@@ -418,7 +419,7 @@ def _after_infill_verify(
     program: Program, request: Request, state: DecodeState, reading: Reading
 ) -> tuple[DecodeState, jax.Array]:
     """Marks what passed, each slot for itself; commits all chosen slots once every token has (paper section 3)."""
-    accepts = program.rules.accept(_verification(request, state, reading))
+    accepts = program.rules.accepted(_verification(request, state, reading))
     passes = _starts(request) | _previous(state.passed) | accepts
     passed = state.chosen & _slot_prefix(request, passes)
     eos = _first(passed & _is_eos(request, state.tokens))

@@ -6,10 +6,13 @@ functions that live as long as the program, since every new one compiles anew. S
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+
+from refusion_jax.config import ConfigError
 
 
 class Verification(flax.struct.PyTreeNode):
@@ -28,6 +31,22 @@ class Verification(flax.struct.PyTreeNode):
     choice_probability: jax.Array
     threshold: jax.Array
     self_correcting: jax.Array
+
+
+def _require_functions(holder: Any, *names: str) -> None:
+    for name in names:
+        if not callable(getattr(holder, name)):
+            raise ConfigError(f"{name} is {getattr(holder, name)!r}; give a function, see docs/rules.md.")
+
+
+def _checked(value: Any, name: str, verification: Verification, dtype: Any) -> jax.Array:
+    shape = verification.token.shape
+    got = (getattr(value, "shape", None), getattr(value, "dtype", None))
+    if got != (shape, jnp.dtype(dtype)):
+        kind = jnp.dtype(dtype).name
+        raise ConfigError(f"{name} returned {type(value).__name__} of shape {got[0]} and type {got[1]}; it must return "
+                          f"{kind} of shape {shape}.")  # fmt: skip
+    return value
 
 
 # ---- slot scores ---------------------------------------------------------------------------------------------------
@@ -79,6 +98,9 @@ class SlotScore:
     token: Callable[[jax.Array, jax.Array], jax.Array] = probability
     slot: Callable[[jax.Array, jax.Array], jax.Array] = of_first
 
+    def __post_init__(self) -> None:
+        _require_functions(self, "token", "slot")
+
 
 SLOT_SCORES = {
     "first_token": SlotScore(probability, of_first),  # the paper's
@@ -116,6 +138,29 @@ class Rules:
     slot_score: SlotScore = SLOT_SCORES["first_token"]
     accept: Callable[[Verification], jax.Array] = above_threshold_or_own_choice
     repair: Callable[[Verification], jax.Array] = own_choice
+
+    def __post_init__(self) -> None:
+        score: Any = self.slot_score
+        if not isinstance(score, SlotScore):
+            raise ConfigError(f"slot_score is {score!r}; give a SlotScore, such as SLOT_SCORES['margin'].")
+        _require_functions(self, "accept", "repair")
+
+    def accepted(self, verification: Verification) -> jax.Array:
+        """What `accept` says.
+
+        Raises:
+          ConfigError: when that is no array of truth values over all offsets.
+        """
+        return _checked(self.accept(verification), "accept", verification, jnp.bool_)
+
+    def repaired(self, verification: Verification, vocab_size: int) -> jax.Array:
+        """What `repair` says, within the vocabulary.
+
+        Raises:
+          ConfigError: when that is no array of int32 over all offsets.
+        """
+        tokens = _checked(self.repair(verification), "repair", verification, jnp.int32)
+        return jnp.clip(tokens, 0, vocab_size - 1)
 
 
 DEFAULT_RULES = Rules()

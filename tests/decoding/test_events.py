@@ -209,6 +209,14 @@ def test_only_false_cancels(model, unwatched):
     for value in (None, True, 0, ""):
         out = generate(model, rf.Watch(on_slot=lambda event, value=value: value, every=3))
         assert out.finish_reason == unwatched.finish_reason
+    out = generate(model, rf.Watch(on_slot=lambda event: np.False_, every=1))
+    assert "cancelled" in out.finish_reason
+
+
+@pytest.mark.parametrize("name", ["on_slot", "on_prefix"])
+def test_callbacks_are_functions(name):
+    with pytest.raises(rf.ConfigError, match=f"{name} is 'x'; give a function."):
+        rf.Watch(**{name: "x"})
 
 
 def test_without_a_tokenizer_events_have_no_text(model):

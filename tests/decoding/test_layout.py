@@ -106,8 +106,8 @@ def test_fixed_text_alone_has_nothing_to_decode():
     [
         ([], "The prompt is empty; give at least one token."),
         ([[]], "The prompt is empty; give at least one token."),
-        ([Hole(4)], "The prompt is empty; give at least one token."),
-        ([[], Hole(4), []], "The prompt is empty; give at least one token."),
+        ([Hole(4)], "The template has no fixed text; give at least one token."),
+        ([[], Hole(4), []], "The template has no fixed text; give at least one token."),
         ([[5], Hole(4), Hole(3)], "Two holes stand next to each other, of 4 and 3 tokens; make them one, or put text"),
         ([[5], Hole(4), [], Hole(3)], "Two holes stand next to each other, of 4 and 3 tokens"),
     ],
@@ -122,7 +122,7 @@ def test_templates_that_are_refused(prompt, sentence):
 def test_holes_that_are_refused(length):
     with pytest.raises(ConfigError) as caught:
         Hole(length)
-    assert str(caught.value) == f"A hole of size {length!r} has nothing to fill; give it at least one token."
+    assert str(caught.value) == f"A hole has the size {length!r}; it must be a whole number of at least 1."
 
 
 def test_empty_texts_are_left_out():

@@ -230,3 +230,41 @@ def test_a_repair_that_keeps_the_draft(params, default):
         changed |= default.committed[index] != expected
     assert changed, "the default repairs nothing"
     assert result.committed[3] == default.committed[3]  # the published algorithm does not repair
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Rules(slot_score="margin"), "slot_score is 'margin'; give a SlotScore"),
+        (lambda: Rules(accept=5), "accept is 5; give a function"),
+        (lambda: Rules(repair=None), "repair is None; give a function"),
+        (lambda: SlotScore(token=1), "token is 1; give a function"),
+        (lambda: SlotScore(slot="x"), "slot is 'x'; give a function"),
+    ],
+)
+def test_rules_that_are_no_functions_are_refused(make, sentence):
+    with pytest.raises(rf.ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(sentence)
+
+
+VERIFICATION = Verification(
+    token=jnp.array([[3, 4]]), probability=jnp.ones((1, 2)), choice=jnp.array([[5, 6]]),
+    choice_probability=jnp.ones((1, 2)), threshold=jnp.ones((1, 1)), self_correcting=jnp.ones((1, 1), bool),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said", [None, True, jnp.ones((1, 2)), jnp.ones((1, 1), bool), jnp.ones((2,), bool)],
+    ids=["nothing", "a truth value", "floats", "a narrow array", "a flat array"],
+)  # fmt: skip
+def test_what_accept_returns_is_checked(said):
+    with pytest.raises(rf.ConfigError, match=r"accept returned .*; it must return bool of shape \(1, 2\)."):
+        Rules(accept=lambda v: said).accepted(VERIFICATION)
+
+
+def test_what_repair_returns_is_checked_and_kept_inside_the_vocabulary():
+    with pytest.raises(rf.ConfigError, match=r"repair returned .*; it must return int32 of shape \(1, 2\)."):
+        Rules(repair=lambda v: v.probability).repaired(VERIFICATION, 10)
+    replaced = Rules(repair=lambda v: v.choice * jnp.array([[-1, 100]])).repaired(VERIFICATION, 10)
+    assert replaced.tolist() == [[0, 9]]
