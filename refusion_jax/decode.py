@@ -242,6 +242,8 @@ def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig, proc
             if path is not None
         ]
         job = _FileJob(reader, outputs, process, scan, args.num_samples)
+        if job.untraced:
+            print(f"{job.untraced} answers have no trace yet; decoding them again for it.", file=sys.stderr)
         try:
             if job.done == scan.share > 0:
                 print(
@@ -339,6 +341,7 @@ class _FileJob:
 
     Attributes:
       done, failed: this process's lines that have an answer, and those of them whose answer is an error.
+      untraced: lines whose answer is there, but not its trace; they are decoded again.
     """
 
     def __init__(self, reader: Reader, outputs: list[_Output], process: Process, scan: Scan, num_samples: int):
@@ -351,6 +354,7 @@ class _FileJob:
         self._is_done = is_failed | is_answered
         self.done = int(np.count_nonzero(process.of(self._is_done)))
         self.failed = int(np.count_nonzero(process.of(is_failed)))
+        self.untraced = int(np.count_nonzero(process.of((states[0] == answers.ANSWERED) & ~is_answered)))
 
     def answer(self, source: BinaryIO, stream: Callable[..., Iterator[Answer]]) -> None:
         """Answers the lines that have no answer yet.

@@ -559,7 +559,8 @@ def test_interrupted_before_anything_is_known(fake_run, monkeypatch):
 def test_a_trace_asked_for_later_leaves_the_output_alone(fake_run, stream):
     fake_run(lines=prompts(4))
     before = fake_run.target.read_bytes()
-    assert fake_run(f"--trace={fake_run.trace}")[0] == 0
+    status, err = fake_run(f"--trace={fake_run.trace}")
+    assert (status, "4 answers have no trace yet; decoding them again for it." in err) == (0, True)
     assert len(stream.requests) == 4
     assert fake_run.target.read_bytes() == before
     assert [each["line"] for each in read(fake_run.trace)] == [1, 2, 3, 4]

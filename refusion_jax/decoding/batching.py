@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding.generation import Answer, Generation, Row, Statistics, read_row
@@ -36,7 +37,7 @@ MIN_RESPONSE_BUCKET = 64
 MIN_WIDTH = 16
 MANY_ROWS = 8
 MIN_TOKENS = 64  # packing fewer tokens gains nothing
-PACKED_QUARTERS = (1, 2, 3)  # of the tokens that full rows would have
+PACKED_QUARTERS = (2, 3)  # of the tokens that full rows would have
 ROWS_PER_ADMISSION = 4  # one prefill fills this part of the rows, so that it always has the same shape
 LEAST_GROUP = 32  # jobs worth compiling for
 NO_LIMIT = 2**31 - 1
@@ -68,6 +69,20 @@ def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
         packed = (full * quarters // 4 for quarters in PACKED_QUARTERS)
         shapes |= {(full, width)} | {(tokens, width) for tokens in packed if tokens >= max(width, MIN_TOKENS)}
     return tuple(sorted(shapes))
+
+
+def _beside(params: Any, arrays: Any) -> Any:
+    """Puts arrays where the parameters are, if these are bound to devices: what is computed of both will be, too.
+
+    Otherwise the first results would differ in this from what they were computed of, and compile everything again.
+    """
+    one = jax.tree.leaves(params)[0]
+    if not isinstance(one, jax.Array) or not one.committed:
+        return arrays
+    sharding = one.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(arrays, sharding)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,9 +157,9 @@ class Stream:
         with self._timed("prefill_seconds"):
             self._prefix = self._prefill_prefix(prefix) if len(prefix) else None
             self._offset = len(prefix)
-            self._request = jax.device_put(self._lay_out([], rows))
             buffer_length = self._prompt_length + self._capacity
-            self._state = empty_state(self._program, rows, self._capacity, buffer_length)
+            state = empty_state(self._program, rows, self._capacity, buffer_length)
+            self._request, self._state = _beside(params, (jax.device_put(self._lay_out([], rows)), state))
 
     def submit(self, job: Job) -> None:
         """Puts a job in line.

@@ -604,7 +604,9 @@ def decode_loop(
             positions=work.positions + jnp.minimum(sizes, batch * widths)[shape],
             needed_positions=work.needed_positions + jnp.sum(lengths),
         )
-        return _look_ahead(request, after), work
+        after = _look_ahead(request, after)
+        # Arrays made of Python numbers have weak types; a state with other types would compile everything again.
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state), work
 
     none = jnp.zeros((), jnp.int32)
     return jax.lax.while_loop(goes_on, iterate, (state, Work(none, none, none, none)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
-from refusion_jax.decoding import Hole, Job, Statistics, Stream, batching, decode_jobs, decode_prompts
+from refusion_jax.decoding import Hole, Job, Rules, Statistics, Stream, batching, decode_jobs, decode_prompts
 from refusion_jax.decoding.batching import bucket, group_by_length, make_request, query_shapes, unstarted
 from refusion_jax.decoding.layout import lay_out
 from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state
@@ -595,3 +595,14 @@ def test_a_prefix_that_leaves_too_little_room_is_refused(params):
         "Prompt 1: The prompt has 30 tokens, with 12 to fill that makes 42, beyond the maximum of 41; shorten the "
         "prompt or lower gen_length. The shared prefix takes 7 of the model's 48 positions."
     )
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["params anywhere", "params bound to a device"])
+def test_a_stream_compiles_each_function_once(params, count_compilations, bound):
+    """However often rows are taken over: results that go in again have the types and places of what went in before."""
+    params = jax.device_put(params, jax.devices()[0]) if bound else params
+    rules = Rules(accept=lambda v: v.probability > v.threshold)  # a new function, so nothing is compiled yet
+    with count_compilations() as compiled:
+        decode_prompts(MODULE, params, PROMPTS * 2, [*GREEDY, *SAMPLED], batch_size=2, rules=rules)
+    assert compiled.count("jit(decode_loop)") == 1
+    assert compiled.count("jit(admit)") <= 1
