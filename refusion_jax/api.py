@@ -18,8 +18,8 @@ from refusion_jax.decoding.batching import (
     MIN_PROMPT_BUCKET,
     MIN_RESPONSE_BUCKET,
     NO_LIMIT,
+    Bounds,
     bucket,
-    count_suppressed,
     group_by_length,
     unstarted,
 )
@@ -447,17 +447,13 @@ def generate(
         for answer in generate_stream(
             model,
             (StreamRequest(index, prepared[index], configs[index], int(seeds[index])) for index in group),
-            prompt_length=max(each.prompt_length for each in members),
-            response_length=members[0].response_length,
             batch_size=rows,
             num_samples=num_samples,
             prefix=prefix,
             rules=rules,
-            suppressed=max(count_suppressed(each.config) for each in members),
-            sampling=any(each.config.temperature > 0 for each in members),
-            infilling=any(each.config.algorithm == "paper" for each in members),
             statistics=statistics,
             watch=watch,
+            **dataclasses.asdict(Bounds.of((each.layout, each.config) for each in members)),
         ):
             answers.append(answer)
             if on_progress is not None:

@@ -41,11 +41,12 @@ from refusion_jax import answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
 from refusion_jax.config import ConfigError, DecodeConfig, to_dict
 from refusion_jax.decoding import Answer, Rules, Statistics
+from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.files import fingerprint
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.processes import Interrupted, Process, Signals, join_processes, wait_for_all
-from refusion_jax.prompt_files import SEED_LIMIT, Bounds, Line, Reader, Scan, open_input, scan_file
+from refusion_jax.prompt_files import SEED_LIMIT, Line, Reader, Scan, open_input, scan_file
 from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
 PLAIN_PROGRESS_SECONDS = 10.0
@@ -209,7 +210,7 @@ def _stream(
 def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
     prepared, bounds, statistics = prepare(model, args.prompt, config, args.prefix or None), Bounds(), Statistics()
-    bounds.include(prepared)
+    bounds.include(prepared.layout, prepared.config)
     requests = [StreamRequest(0, prepared, config, args.seed)]
     for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
         print(answer.text)

@@ -14,32 +14,13 @@ import numpy as np
 
 from refusion_jax.api import Model, StreamRequest, prepare
 from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
-from refusion_jax.decoding.batching import count_suppressed
+from refusion_jax.decoding.batching import Bounds
 from refusion_jax.files import read_lines
 from refusion_jax.processes import Process, Signals
 from refusion_jax.prompts import Prepared
 
 MAX_LINE_BYTES = 1 << 20
 SEED_LIMIT = 2**31
-
-
-@dataclasses.dataclass
-class Bounds:
-    """What a stream must be made for: the largest of its requests."""
-
-    prompt_length: int = 1
-    response_length: int = 1
-    suppressed: int = 0
-    sampling: bool = False
-    infilling: bool = False
-
-    def include(self, prepared: Prepared) -> None:
-        config = prepared.config
-        self.prompt_length = max(self.prompt_length, prepared.prompt_length)
-        self.response_length = max(self.response_length, prepared.response_length)
-        self.suppressed = max(self.suppressed, count_suppressed(config))
-        self.sampling |= config.temperature > 0
-        self.infilling |= config.algorithm == "paper"
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -196,7 +177,7 @@ def scan_file(file: BinaryIO, reader: Reader, process: Process) -> Scan:
         ids.add(line)
         if line.request is not None:
             assert isinstance(line.request.prompt, Prepared)
-            bounds.include(line.request.prompt)
+            bounds.include(line.request.prompt.layout, line.request.prompt.config)
     ids.check(file)
     return Scan(os.fstat(file.fileno()).st_size, digest.hexdigest(), last, share, bounds)
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -105,6 +105,33 @@ class Job:
     def name(self) -> tuple[int, int]:
         """What the job is called in a stream."""
         return self.index, self.sample
+
+
+@dataclasses.dataclass
+class Bounds:
+    """What a `Stream` must be made for, by the names of its arguments: the largest of its jobs."""
+
+    prompt_length: int = 1
+    response_length: int = 1
+    suppressed: int = 0
+    sampling: bool = False
+    infilling: bool = False
+
+    @classmethod
+    def of(cls, jobs: Iterable[tuple[Layout, DecodeConfig]]) -> "Bounds":
+        """The bounds of jobs that are known by their layout and config."""
+        bounds = cls()
+        for layout, config in jobs:
+            bounds.include(layout, config)
+        return bounds
+
+    def include(self, layout: Layout, config: DecodeConfig) -> None:
+        """Widens the bounds so that a job fits."""
+        self.prompt_length = max(self.prompt_length, layout.prompt_length)
+        self.response_length = max(self.response_length, layout.response_length)
+        self.suppressed = max(self.suppressed, len(config.suppress_ids) + 2 * config.suppress_special)
+        self.sampling |= config.temperature > 0
+        self.infilling |= config.algorithm == "paper"
 
 
 class Stream:
@@ -346,11 +373,6 @@ def unstarted(job: Job) -> Answer:
     return read_row(_blank_row(0), job.layout, job.config, (), *job.name, None)
 
 
-def count_suppressed(config: DecodeConfig) -> int:
-    """How many token IDs a config suppresses."""
-    return len(config.suppress_ids) + 2 * config.suppress_special
-
-
 @jax.jit
 @jax.vmap
 def random_keys(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
@@ -457,11 +479,7 @@ def decode_jobs(
             module,
             params,
             rows=rows,
-            prompt_length=max(job.layout.prompt_length for job in members),
-            response_length=members[0].layout.response_length,
-            suppressed=max(count_suppressed(job.config) for job in members),
-            sampling=any(job.config.temperature > 0 for job in members),
-            infilling=any(job.config.algorithm == "paper" for job in members),
+            **dataclasses.asdict(Bounds.of((job.layout, job.config) for job in members)),
             **options,
         )
         for job in members:
