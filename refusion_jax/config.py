@@ -271,19 +271,20 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; one may be -1, "the rest". Batches are split over both axes, parameters over
-    `fsdp`.
+    """Devices along each mesh axis; one may be -1, "the rest". Batches are split over `data` and `fsdp`, parameters
+    over `fsdp` and `tensor`. Of several slices each has a part of `data`.
     """
 
     data: int = 1
     fsdp: int = -1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         _require_types("mesh", self)
-        for field in ("data", "fsdp"):
-            value = getattr(self, field)
+        for field, value in dataclasses.asdict(self).items():
             _require(value == -1 or value >= 1, f"mesh.{field} is {value}; give a number of devices or -1 (the rest).")
-        _require(self.data != -1 or self.fsdp != -1, "mesh.data and mesh.fsdp are both -1; only one can be the rest.")
+        rest = [f"mesh.{field}" for field, value in dataclasses.asdict(self).items() if value == -1]
+        _require(len(rest) <= 1, f"{' and '.join(rest)} are -1; only one can be the rest.")
 
 
 def _setting(default: Any, help_text: str) -> Any:

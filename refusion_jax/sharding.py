@@ -1,55 +1,114 @@
 """One table decides all sharding: logical axis name -> mesh axis.
 
-Model code names logical axes only. Parameters are split over `fsdp` along their `embed` axis (each device keeps a share
-and gathers a layer when it needs it); activations are split over both axes along the batch. Constraints inside a jitted
-function take effect under `jax.set_mesh(mesh)`.
+Model code names logical axes only. The mesh has three axes:
+
+    data    rows of a batch; the outermost, so that slices of a pod exchange nothing but gradients over it
+    fsdp    rows of a batch, and parameters along their `embed` axis: each device keeps a share and gathers a layer when
+            it needs it
+    tensor  heads, feed-forward width and vocabulary of one row: what lets a row be longer than a device holds
+
+Constraints inside a jitted function take effect under `jax.set_mesh(mesh)`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from refusion_jax.config import ConfigError, MeshConfig
+from refusion_jax.config import ConfigError, MeshConfig, ModelConfig
 
-AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
 
 RULES: tuple[tuple[str, tuple[str, ...] | str | None], ...] = (
-    ("batch", ("data", "fsdp")),  # rows of a batch, and the flattened (row, position) axis
+    ("batch", ROW_AXES),  # rows of a batch, and the flattened (row, position) axis
     ("embed", "fsdp"),  # the residual width, in parameters
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
     ("activation_embed", None),  # the residual width, in activations: rows are split already
+    ("activation_heads", "tensor"),  # query heads, and key heads
+    ("activation_mlp", "tensor"),
     ("layers", None),
-    ("vocab", None),
-    ("heads", None),
-    ("kv_heads", None),
-    ("mlp", None),
 )
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """Arranges the devices (default: all) as a (data, fsdp) mesh.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Arranges the devices (default: all) as a (data, fsdp, tensor) mesh.
+
+    Devices of several slices, which only a slow network joins, are divided along `data`.
 
     Raises:
-      ConfigError: when the configured sizes do not multiply to the number of devices.
+      ConfigError: when the configured sizes do not multiply to the number of devices, or `data` is no multiple of the
+        number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {"data": config.data, "fsdp": config.fsdp}
-    given = math.prod(size for size in sizes.values() if size != -1)
-    resolved = [len(devices) // given if size == -1 else size for size in sizes.values()]
+    sizes = [config.data, config.fsdp, config.tensor]
+    given = math.prod(size for size in sizes if size != -1)
+    resolved = [len(devices) // given if size == -1 else size for size in sizes]
     if math.prod(resolved) != len(devices):
+        shown = " x ".join(f"mesh.{name} {size}" for name, size in zip(AXES, sizes, strict=True))
         raise ConfigError(
-            f"mesh.data {config.data} x mesh.fsdp {config.fsdp} does not make {len(devices)} devices; "
-            "set one to -1 and the other to a divisor of that number."
+            f"{shown} does not make {len(devices)} devices; set one to -1 (the rest), and the others so that their "
+            "product divides that number."
         )
-    return Mesh(np.array(devices).reshape(resolved), AXES)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if resolved[0] % slices:
+        raise ConfigError(
+            f"mesh.data is {resolved[0]}, which the {slices} slices cannot share; make it a multiple of that number."
+        )
+    if slices == 1:
+        return Mesh(mesh_utils.create_device_mesh(resolved, list(devices), allow_split_physical_axes=True), AXES)
+    within = [resolved[0] // slices, *resolved[1:]]
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        within, [slices, 1, 1], list(devices), allow_split_physical_axes=True
+    )
+    return Mesh(arranged, AXES)
+
+
+def check_mesh(mesh: Any, model: ModelConfig, rows: int) -> None:
+    """Refuses what cannot be split evenly over the mesh.
+
+    Args:
+      mesh: anything with a `shape`, devices by axis.
+      model: whose widths are split. rows: of a batch.
+
+    Raises:
+      ConfigError: naming the value and sizes that would do.
+    """
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    shares = mesh.shape["data"] * fsdp
+    if rows % shares:
+        raise ConfigError(
+            f"train.batch_size is {rows}, not divisible by the {shares} devices that its rows are split over "
+            f"(mesh.data x mesh.fsdp); use {max(rows // shares, 1) * shares}."
+        )
+    if model.hidden_size % fsdp:
+        raise ConfigError(
+            f"model.hidden_size is {model.hidden_size}, not divisible by the {fsdp} devices of the fsdp axis; "
+            f"mesh.fsdp may be {_divisors(model.hidden_size, shares)}."
+        )
+    widths = (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+    if any(width % tensor for width in widths):
+        raise ConfigError(
+            f"mesh.tensor is {tensor}, which does not divide the model's {widths[0]} query heads, {widths[1]} key "
+            f"heads and feed-forward width {widths[2]}; it may be {_divisors(math.gcd(*widths), mesh.size)}."
+        )
+
+
+def _divisors(number: int, most: int) -> str:
+    return ", ".join(str(size) for size in range(1, most + 1) if number % size == 0)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows split over the whole mesh, whatever the other axes."""
-    return NamedSharding(mesh, PartitionSpec(AXES))
+    """Rows split over data and fsdp, whatever the other axes."""
+    return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -57,9 +116,45 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """Which of the `rows` rows of a batch this process's devices need: (n,) int, ascending."""
+    places = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[place] for place in places]))
+
+
+def put_batch(local: Any, mesh: Mesh, rows: int) -> Any:
+    """Joins what every process has of a batch to global arrays of `rows` rows, split as `batch_sharding` says.
+
+    Args:
+      local: a pytree of arrays with this process's `local_rows` along the first axis.
+    """
+    sharding, there = batch_sharding(mesh), local_rows(mesh, rows)
+
+    def put(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first, stop, _ = index[0].indices(rows)
+            return array[np.searchsorted(there, first) : np.searchsorted(there, stop)]
+
+        return jax.make_array_from_callback((rows, *array.shape[1:]), sharding, part)
+
+    return jax.tree.map(put, local)
+
+
 def tree_shardings(abstract: Any, mesh: Mesh) -> Any:
-    """Shardings for a pytree whose leaves carry logical axes (`nn.Partitioned` boxes); others are replicated."""
-    return nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
+    """Shardings for a pytree whose leaves carry logical axes (`nn.Partitioned` boxes); others are replicated.
+
+    An axis that its mesh axis does not divide, such as a vocabulary of a prime size, stays whole.
+    """
+    wanted = nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
+
+    def divisible(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        spec = [
+            axis if axis is None or size % mesh.shape[axis] == 0 else None
+            for size, axis in zip(leaf.shape, sharding.spec, strict=False)
+        ]
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(divisible, nn.unbox(abstract), wanted)
 
 
 def constrain(array: jax.Array, *axes: str | None) -> jax.Array:

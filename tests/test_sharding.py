@@ -3,8 +3,10 @@
 The devices are simulated, which has to be asked for before JAX starts: `results_of` runs this file as a script.
 """
 
+import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,22 +21,31 @@ import pytest
 
 from refusion_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, OptimizerConfig, SlotsConfig
 from refusion_jax.modeling import Transformer
-from refusion_jax.sharding import RULES, batch_sharding, constrain, make_mesh, replicated
+from refusion_jax.sharding import (
+    RULES,
+    check_mesh,
+    constrain,
+    local_rows,
+    make_mesh,
+    put_batch,
+    replicated,
+    tree_shardings,
+)
 from refusion_jax.slots import Batch
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.state import init_state, make_optimizer
 from refusion_jax.training.step import make_train_step
 
-STEPS, DEVICES = 5, 8
-MESHES = {"1x1": (1, 1), "2x4": (2, 4), "1x8": (1, 8), "8x1": (8, 1)}
-QUICK, SLOW = ("1x1", "2x4"), ("1x8", "8x1")
+STEPS, DEVICES = 20, 8
+MESHES = {"1x1x1": (1, 1, 1), "2x2x2": (2, 2, 2), "1x8x1": (1, 8, 1), "8x1x1": (8, 1, 1), "1x2x4": (1, 2, 4)}
+QUICK, SLOW = ("1x1x1", "2x2x2"), ("1x8x1", "8x1x1", "1x2x4")
 MODEL = ModelConfig(
     vocab_size=24,
     hidden_size=32,
     intermediate_size=40,
     num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    num_attention_heads=8,
+    num_key_value_heads=4,
     head_dim=8,
 )
 
@@ -62,11 +73,19 @@ def norm(state):
     return float(np.linalg.norm(state.params["lm_head"]["kernel"]))
 
 
+def odd_vocabulary(mesh):
+    """The share that a device has of an embedding of 23 tokens."""
+    module = Transformer(dataclasses.replace(MODEL, vocab_size=23))
+    key, tokens = jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(lambda: module.init(key, tokens, tokens)["params"])["embed_tokens"]
+    return tree_shardings(shapes, mesh)["embedding"].shard_shape((23, 32))
+
+
 class Run:
     """A few steps on one mesh, compiled apart so that several can be at once."""
 
-    def __init__(self, data, fsdp):
-        self.mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
+    def __init__(self, *sizes):
+        self.mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: math.prod(sizes)])
         module, optimizer = Transformer(MODEL), make_optimizer(OptimizerConfig(warmup_steps=0), STEPS)
         self.state, shardings = init_state(module, optimizer, 0, self.mesh)
         step = make_train_step(module, optimizer, SlotsConfig(sizes=(4, 8)), self.mesh, shardings)
@@ -90,7 +109,7 @@ class Run:
         """Trains; what happened, in plain JSON types."""
         losses = []
         for index in range(STEPS):
-            batch = jax.device_put(make_batch(index), batch_sharding(self.mesh))
+            batch = put_batch(make_batch(index), self.mesh, 8)
             batch_shard = batch.tokens.addressable_shards[0].data.shape
             self.state, metrics = self.step(self.state, batch, jax.device_put(np.int32(0), replicated(self.mesh)))
             losses.append([float(metrics.loss.total), float(metrics.grad_norm)])
@@ -101,6 +120,7 @@ class Run:
             "shards": {name: leaf.addressable_shards[0].data.shape for name, leaf in split.items()},
             "devices": {name: len(leaf.sharding.device_set) for name, leaf in split.items()},
             "batch_shard": batch_shard,
+            "odd_vocabulary": odd_vocabulary(self.mesh),
             "constraints": self.lowered.as_text().count("sdy.sharding_constraint"),
         }
 
@@ -131,71 +151,127 @@ each_mesh = pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=
 
 @each_mesh
 def test_loss_curves_do_not_depend_on_the_mesh(name, results_of):
-    expected = np.array(results_of("1x1")["losses"])
+    expected = np.array(results_of("1x1x1")["losses"])
     assert np.isfinite(expected).all()
     assert len({loss for loss, _ in expected}) == STEPS
     np.testing.assert_allclose(results_of(name)["losses"], expected, rtol=1e-4)
 
 
 @each_mesh
-def test_parameters_and_optimizer_state_are_split_over_fsdp(name, results_of):
-    result, (data, fsdp) = results_of(name), MESHES[name]
+def test_parameters_and_optimizer_state_are_split_over_fsdp_and_tensor(name, results_of):
+    result, (data, fsdp, tensor) = results_of(name), MESHES[name]
     split = [leaf for leaf in result["shapes"] if "_norm'" not in leaf and ("params" in leaf or "u[" in leaf)]
     assert len(split) == 3 * 12  # parameters and both moments, without the norms of query and key heads
     for leaf, shape in result["shapes"].items():
-        assert result["devices"][leaf] == data * fsdp
+        assert result["devices"][leaf] == data * fsdp * tensor
         if leaf in split:
-            # Kernels are split along the residual width, 32, wherever it stands.
-            axis = shape.index(32)
-            shape = [size // fsdp if index == axis else size for index, size in enumerate(shape)]
+            # The residual width is split over fsdp; heads, feed-forward width and vocabulary over tensor.
+            last = len(shape) - 1
+            ends = any(part in leaf for part in ("o_proj", "down_proj", "embedding", "scale"))
+            residual = last if ends else last - 1
+            shape = [*shape]
+            shape[residual] //= fsdp
+            if "scale" not in leaf:
+                shape[last - 1 if ends else last] //= tensor
         assert result["shards"][leaf] == shape, leaf
 
 
 @each_mesh
-def test_batches_are_split_over_all_devices(name, results_of):
+def test_batches_are_split_over_data_and_fsdp(name, results_of):
     assert results_of(name)["batch_shard"] == [8 // (MESHES[name][0] * MESHES[name][1]), 40]
 
 
 @each_mesh
 def test_the_step_constrains_activations(name, results_of):
-    """The embedded tokens, and the residual stream twice in the scanned layer; each again for its gradient."""
-    assert results_of(name)["constraints"] == 6
+    """The embedded tokens, and in the scanned layer query, key, value, the inner width and the residual stream twice;
+    each again for its gradient."""
+    assert results_of(name)["constraints"] == 14
 
 
 def test_a_checkpoint_of_one_mesh_continues_on_another(results_of):
-    saved, restored = results_of("1x1")["norm"], results_of("2x4")["restored_norm"]
+    saved, restored = results_of("1x1x1")["norm"], results_of("2x2x2")["restored_norm"]
     assert restored == pytest.approx(saved, rel=1e-6)
-    assert restored != pytest.approx(results_of("2x4")["initial_norm"], rel=1e-3)
+    assert restored != pytest.approx(results_of("2x2x2")["initial_norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("data", "fsdp", "shape"),
-    [(1, -1, (1, 8)), (-1, 1, (8, 1)), (2, -1, (2, 4)), (-1, 2, (4, 2)), (2, 4, (2, 4))],
+    ("sizes", "shape"),
+    [
+        ((1, -1), (1, 8, 1)),
+        ((-1, 1), (8, 1, 1)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((-1, 2), (4, 2, 1)),
+        ((1, 2, -1), (1, 2, 4)),
+    ],
 )
-def test_mesh_sizes(data, fsdp, shape):
-    mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp), list(range(8)))
-    assert mesh.axis_names == ("data", "fsdp")
+def test_mesh_sizes(sizes, shape):
+    mesh = make_mesh(MeshConfig(*sizes), devices())
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
     assert mesh.devices.shape == shape
-    assert sorted(mesh.devices.reshape(-1)) == list(range(8))
+    assert [device.id for device in mesh.devices.reshape(-1)] == list(range(8))
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(3, -1), (-1, 16), (2, 2), (16, 1)])
-def test_meshes_that_do_not_use_every_device_are_refused(data, fsdp):
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+    slice_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+def devices(slices=1):
+    """Eight stand-ins, in so many slices; several slices are in no order."""
+    made = [Device(id=i, process_index=i // 2, slice_index=i * slices // 8) for i in range(8)]
+    return made if slices == 1 else made[::-1]
+
+
+def test_slices_exchange_over_data_alone():
+    mesh = make_mesh(MeshConfig(data=4, fsdp=2), devices(slices=2))
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    assert (slices[:2] == slices[0, 0, 0]).all() and (slices[2:] == slices[2, 0, 0]).all()
+    assert slices[0, 0, 0] != slices[2, 0, 0]
+    with pytest.raises(ConfigError, match=r"^mesh\.data is 1, which the 2 slices cannot share; make it a multiple"):
+        make_mesh(MeshConfig(data=1, fsdp=8), devices(slices=2))
+
+
+@pytest.mark.parametrize("sizes", [(3, -1), (-1, 16), (2, 2), (16, 1), (2, 2, 4), (1, -1, 3)])
+def test_meshes_that_do_not_use_every_device_are_refused(sizes):
     with pytest.raises(ConfigError) as caught:
-        make_mesh(MeshConfig(data=data, fsdp=fsdp), list(range(8)))
-    assert f"mesh.data {data} x mesh.fsdp {fsdp} does not make 8 devices" in str(caught.value)
+        make_mesh(MeshConfig(*sizes), devices())
+    data, fsdp, tensor = (*sizes, 1)[:3]
+    assert f"mesh.data {data} x mesh.fsdp {fsdp} x mesh.tensor {tensor} does not make 8 devices" in str(caught.value)
 
 
 def test_the_default_mesh_has_all_devices():
     assert make_mesh(MeshConfig()).size == jax.device_count()
 
 
-def test_a_width_that_cannot_be_split_is_refused():
-    mesh = SimpleNamespace(shape={"data": 1, "fsdp": 3})
-    with pytest.raises(
-        ConfigError, match=r"^model\.hidden_size is 32, not divisible by the 3 devices of the fsdp axis"
-    ):
-        init_state(Transformer(MODEL), make_optimizer(OptimizerConfig(), 100), 0, mesh)
+@pytest.mark.parametrize(
+    ("shape", "rows", "message"),
+    [
+        ((1, 3, 1), 6, r"^model\.hidden_size is 32, not divisible by the 3 .* mesh\.fsdp may be 1, 2\.$"),
+        ((1, 1, 8), 8, r"^mesh\.tensor is 8, which .* 8 query heads, 4 key heads .* width 40; it may be 1, 2, 4\.$"),
+        ((1, 1, 3), 8, r"^mesh\.tensor is 3, .* it may be 1, 2\.$"),
+        ((2, 4, 1), 12, r"^train\.batch_size is 12, not divisible by the 8 devices .* use 8\.$"),
+        ((2, 4, 1), 4, r"^train\.batch_size is 4, .* use 8\.$"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_sizes_that_would_do(shape, rows, message):
+    mesh = SimpleNamespace(shape=dict(zip(("data", "fsdp", "tensor"), shape, strict=True)), size=math.prod(shape))
+    with pytest.raises(ConfigError, match=message):
+        check_mesh(mesh, MODEL, rows)
+
+
+def test_a_vocabulary_that_cannot_be_split_stays_whole(results_of):
+    assert results_of("2x2x2")["odd_vocabulary"] == [23, 16]
+
+
+def test_one_process_has_all_rows():
+    mesh = make_mesh(MeshConfig())
+    assert local_rows(mesh, 8).tolist() == list(range(8))
+    batch = put_batch({"tokens": np.arange(24).reshape(8, 3)}, mesh, 8)
+    assert np.array_equal(batch["tokens"], np.arange(24).reshape(8, 3))
 
 
 def test_without_a_mesh_nothing_is_constrained():

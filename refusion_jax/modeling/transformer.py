@@ -82,7 +82,8 @@ class Attention(nn.Module):
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
             projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
-            return projected.reshape(*leading, count, c.head_dim)
+            split = projected.reshape(*leading, count, c.head_dim)
+            return constrain(split, "batch", *[None] * (len(leading) - 1), "activation_heads", None)
 
         # Rows for attention; everything else is token by token, on packed tokens where they are packed.
         leading = (batch, length) if packing is None else hidden.shape[:1]
@@ -111,7 +112,8 @@ class MLP(nn.Module):
         c = self.config
         gate = _dense(c, c.intermediate_size, ("embed", "mlp"), "gate_proj")(hidden)
         up = _dense(c, c.intermediate_size, ("embed", "mlp"), "up_proj")(hidden)
-        return _dense(c, c.hidden_size, ("mlp", "embed"), "down_proj")(_swiglu(gate, up))
+        inner = constrain(_swiglu(gate, up), "batch", "activation_mlp")
+        return _dense(c, c.hidden_size, ("mlp", "embed"), "down_proj")(inner)
 
 
 class Block(nn.Module):

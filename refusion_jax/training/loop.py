@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from refusion_jax.config import Config, ConfigError
 from refusion_jax.data import Dataset, Tokenizer, iterate, load_dataset, make_batches
 from refusion_jax.modeling import Transformer
-from refusion_jax.sharding import batch_sharding, make_mesh
+from refusion_jax.sharding import batch_sharding, check_mesh, make_mesh
 from refusion_jax.slots import batch_from_arrays
 from refusion_jax.training.checkpoint import TOKENIZER_NAME, Checkpoints, claim_workdir, write_json
 from refusion_jax.training.evaluation import held_out_answers, held_out_loss
@@ -55,10 +55,7 @@ def train(config: Config, workdir: Path) -> None:
     """
     began = time.perf_counter()
     mesh = make_mesh(config.mesh)
-    if config.train.batch_size % mesh.size:
-        raise ConfigError(
-            f"train.batch_size is {config.train.batch_size}, not divisible by the {mesh.size} devices it is split over."
-        )
+    check_mesh(mesh, config.model, config.train.batch_size)
     tokenizer_path = workdir / TOKENIZER_NAME
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.exists() else None
     dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=tokenizer)

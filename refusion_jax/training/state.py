@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from refusion_jax.config import ConfigError, OptimizerConfig
+from refusion_jax.config import OptimizerConfig
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import tree_shardings
 
@@ -60,13 +60,7 @@ def init_state(
 
     Returns:
       the state, and its shardings as a pytree of the same structure.
-
-    Raises:
-      ConfigError: when the model's width cannot be split over the mesh's fsdp axis.
     """
-    width, devices = module.config.hidden_size, mesh.shape["fsdp"]
-    if width % devices:
-        raise ConfigError(f"model.hidden_size is {width}, not divisible by the {devices} devices of the fsdp axis.")
 
     def init(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, 1), jnp.int32)
