@@ -57,20 +57,27 @@ def candidates(value):
         ]
         return [(str(number), number) for number in numbers if number != value]
     if isinstance(value, str):
-        choices = (*config.ALGORITHMS, *config.DTYPES, *config.REMAT_POLICIES, *config.SOURCES)
+        choices = (
+            *config.ALGORITHMS,
+            *config.DTYPES,
+            *config.REMAT_POLICIES,
+            *config.SOURCES,
+            *config.FORMATS,
+            *config.TURNS,
+        )
         return [(text, text) for text in (*choices, *config.TOKENIZER_TYPES, "dir/other.model") if text != value]
     return [("7,5,6", (7, 5, 6)), ("x.jsonl,../y.jsonl", ("x.jsonl", "../y.jsonl"))]
 
 
 @pytest.fixture
 def every_field_preset(tmp_path):
-    """A preset in which every field can be overridden alone: data.source 'json' needs files."""
+    """A preset in which every field can be overridden alone: data.source 'json' needs files, data.weights three."""
     path = tmp_path / "preset.py"
     path.write_text(
         "from refusion_jax.command_line import config_dict\n"
         "from refusion_jax.config import Config, DataConfig\n"
         "def get_config():\n"
-        "    return config_dict(Config(data=DataConfig(train_files=('a.jsonl',))))\n"
+        "    return config_dict(Config(data=DataConfig(source='json', train_files=('a', 'b', 'c'))))\n"
     )
     return path
 

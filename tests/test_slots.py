@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from refusion_jax import slots
-from refusion_jax.config import SlotsConfig
+from refusion_jax.config import MASKING_SCHEDULES, SlotsConfig
 from refusion_jax.huggingface import read_model_config, read_params
 from refusion_jax.modeling import Transformer
 from refusion_jax.objectives import hybrid_loss
@@ -259,6 +259,47 @@ def test_masking_probability(epsilon, draw):
     times = [(p - e) / (1 - e) for p, e in zip(probabilities, (1e-3, epsilon), strict=True)]
     np.testing.assert_allclose(*times, atol=1e-5)
     assert probabilities[1].min() >= epsilon
+
+
+def draws_of(draw, config, rows=200):
+    batch = make_batch([[(6 * row + i, [3], [4] * 15) for i in range(6)] for row in range(rows)])
+    draws = jax.device_get(draw(np.int32(0), batch, config))
+    return draws.slot_sizes.reshape(-1), draws.mask_probabilities.reshape(-1)
+
+
+def test_slot_sizes_follow_their_weights(draw):
+    sizes, _ = draws_of(draw, SlotsConfig(sizes=(2, 4, 8), size_weights=(3.0, 0.0, 1.0)))
+    values, counts = np.unique(sizes, return_counts=True)
+    assert values.tolist() == [2, 8]
+    assert counts[0] / counts.sum() == pytest.approx(0.75, abs=0.05)  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("schedule", "inverse"),
+    [
+        ("linear", lambda m: m),
+        ("cosine", lambda m: np.arccos(1 - m) * 2 / np.pi),
+        ("quadratic", np.sqrt),
+        ("square_root", np.square),
+    ],
+)
+def test_masking_schedules(schedule, inverse, draw):
+    """`p = (1 - epsilon) * m(t) + epsilon`, with the same `t` whatever the schedule; the paper's is the default."""
+    _, p = draws_of(draw, SlotsConfig(masking_schedule=schedule, epsilon=0.2), rows=20)
+    _, default = draws_of(draw, SlotsConfig(), rows=20)
+    np.testing.assert_allclose(inverse(np.clip((p - 0.2) / 0.8, 0, 1)), (default - 1e-3) / (1 - 1e-3), atol=1e-3)
+    assert set(slots.MASKING) == set(MASKING_SCHEDULES)
+
+
+def test_an_eos_that_is_also_the_padding_is_learnt(view_of):
+    """Responses end in token 0, which pads too: padding is told by its segment, never by its token."""
+    rows = [[(0, [5, 0], [6, 7, 0]), (1, [8], [9, 0])]]
+    batch = make_batch(rows, length=12, segments=2)
+    for masked, expected in ((True, [6, 7, 0, 9, 0]), (False, [7, 0, 0])):
+        view = jax.device_get(view_of(batch, given_draws(batch, masked=masked)))
+        assert sorted(view.targets[view.targets != -100]) == sorted(expected)
+        assert (view.targets[0, 8:] == -100).all()
+        assert not view.mdm_weights[0, 8:].any()
 
 
 def test_draws_belong_to_the_example_wherever_it_stands(draw):

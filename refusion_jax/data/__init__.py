@@ -1,17 +1,13 @@
 """From text to batches of packed rows: records, synthetic tasks, tokenizers, the packing plan and the pipeline."""
 
-from refusion_jax.data.pipeline import DataCounts, Dataset, iterate, load_dataset, make_batches
-from refusion_jax.data.plan import (
-    Batch,
-    Batches,
-    PackingPlan,
-    TokenizeCounts,
-    TokenizedExamples,
-    max_segments,
-    plan_epoch,
-    tokenize,
-)
-from refusion_jax.data.records import DataError, Example, ReadCounts, read_examples
+from refusion_jax.data.batches import Batch, Batches
+from refusion_jax.data.chat import render_messages
+from refusion_jax.data.examples import DataError, Example, ReadCounts
+from refusion_jax.data.pipeline import Dataset, iterate, load_dataset, make_batches
+from refusion_jax.data.plan import PackingPlan, max_segments, plan_epoch
+from refusion_jax.data.records import read_examples
+from refusion_jax.data.splits import DataCounts
+from refusion_jax.data.tokenized import TokenizeCounts, TokenizedExamples, tokenize
 from refusion_jax.data.tokenizers import Tokenizer, train_tokenizer
 
 __all__ = [
@@ -32,6 +28,7 @@ __all__ = [
     "max_segments",
     "plan_epoch",
     "read_examples",
+    "render_messages",
     "tokenize",
     "train_tokenizer",
 ]

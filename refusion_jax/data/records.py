@@ -1,45 +1,24 @@
-"""Reading prompt and response pairs from JSON lists and JSON lines."""
+"""From objects to examples: prompt and response pairs, conversations, and documents without a prompt."""
 
-import dataclasses
-import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-_GZIP_MAGIC = b"\x1f\x8b"
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the message says where it is, what was expected and what was found."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One training pair as text."""
-
-    prompt: str
-    response: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadCounts:
-    """What `read_examples` found: objects `read`, and those dropped for a blank prompt or, else, a blank response."""
-
-    read: int = 0
-    empty_prompt: int = 0
-    empty_response: int = 0
+from refusion_jax.config import DataConfig
+from refusion_jax.data.chat import render_messages
+from refusion_jax.data.examples import DataError, Example, ReadCounts
+from refusion_jax.data.readers import read_objects
 
 
 def read_examples(paths: Iterable[str], prompt_field: str, response_field: str) -> tuple[list[Example], ReadCounts]:
-    """Reads every example of `paths`, in order.
+    """Reads every prompt and response pair of JSON files, in order; see `read_entry`.
 
     A file whose first character is `[` is one JSON list of objects; any other holds one JSON object per line, blank
     lines ignored. Both may be gzipped; contents decide, not names. Objects whose prompt or response is empty or only
     white space have nothing to learn from: they are dropped and counted.
 
     Args:
-      paths: files to read.
+      paths: files to read, on disk or `gs://`.
       prompt_field: name of the string field that holds the prompt.
       response_field: name of the string field that holds the response.
 
@@ -50,73 +29,91 @@ def read_examples(paths: Iterable[str], prompt_field: str, response_field: str) 
       DataError: for a file that cannot be read, malformed JSON, or an object without the two string fields; the
         message names the file and the line (of JSON lines) or item (of a JSON list, from 1).
     """
+    examples, counts = [], ReadCounts()
+    for path in paths:
+        config = DataConfig(
+            source="json", train_files=(path,), prompt_field=prompt_field, response_field=response_field
+        )
+        more, count = read_entry(config, path)
+        examples += more
+        counts += count
+    return examples, counts
+
+
+def read_entry(config: DataConfig, entry: str) -> tuple[list[Example], ReadCounts]:
+    """Reads the examples of one file or dataset, in order, as `config.source` and `config.format` say.
+
+    Raises:
+      DataError: when it cannot be read, or an object is not of the format; the message names file and place.
+    """
     examples = []
     read = empty_prompt = empty_response = 0
-    for path in paths:
-        for place, value in _objects(path):
-            prompt, response = (_string(value, field, place) for field in (prompt_field, response_field))
-            read += 1
-            if not prompt.strip():
+    for place, value in read_objects(config.source, entry):
+        read += 1
+        for example in to_examples(config, value, place):
+            # A document has no prompt; everywhere else a blank one is a flaw of the data.
+            if config.format != "text" and not example.prompt.strip():
                 empty_prompt += 1
-            elif not response.strip():
+            elif not example.response.strip():
                 empty_response += 1
             else:
-                examples.append(Example(prompt, response))
+                examples.append(example)
     return examples, ReadCounts(read, empty_prompt, empty_response)
 
 
-def _objects(path: str) -> Iterator[tuple[str, Any]]:
-    """Yields (place for messages, parsed value) for every entry of one file."""
-    text = _read_text(path)
-    if text.lstrip()[:1] == "[":
-        for number, value in enumerate(_parse(text, path, first_line=1), 1):
-            yield f"{path}, item {number}", value
-        return
-    # Not str.splitlines: JSON strings may hold its other line separators, such as U+2028, unescaped.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path}, line {number}", _parse(line, path, first_line=number)
+def to_examples(config: DataConfig, value: Any, place: str) -> list[Example]:
+    """Returns the examples of one object of `config.format`.
+
+    Args:
+      config: format and field names.
+      value: the object as read.
+      place: where it was read, for messages.
+
+    Raises:
+      DataError: when it is no object of that format.
+    """
+    if config.format == "text":
+        return [Example("", _string(value, config.text_field, place))]
+    if config.format == "pairs":
+        return [Example(_string(value, config.prompt_field, place), _string(value, config.response_field, place))]
+    return render_messages(_messages(value, config.messages_field, place), config.turns, place)
 
 
-def _read_text(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-        if content.startswith(_GZIP_MAGIC):
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file.") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8 text, but the byte at offset {error.start} is not.") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: the file cannot be read ({error}).") from None
+def _messages(value: Any, field: str, place: str) -> list[dict[str, str]]:
+    """Returns the turns in a field, each with a role and a content, both text."""
+    turns = _field(value, field, place)
+    if isinstance(turns, Mapping) and all(isinstance(column, list) for column in turns.values()):
+        # TFDS gives the columns of a sequence of records.
+        turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)]
+    if not isinstance(turns, list):
+        raise DataError(f"{place}: expected the field {field!r} to be a list of messages, but found {_shorten(turns)}.")
+    return [
+        {name: _string(turn, name, f"{place}, message {number}") for name in ("role", "content")}
+        for number, turn in enumerate(turns, 1)
+    ]
 
 
-def _parse(text: str, path: str, first_line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise DataError(f"{path}, line {line}: expected JSON, but at column {error.colno}: {error.msg}.") from None
-    except RecursionError:
-        raise DataError(f"{path}, line {first_line}: expected JSON, but it is nested too deeply.") from None
-
-
-def _string(value: Any, field: str, place: str) -> str:
+def _field(value: Any, field: str, place: str) -> Any:
     if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object with the field {field!r}, but found {_shortened(value)}.")
+        raise DataError(f"{place}: expected a JSON object with the field {field!r}, but found {_shorten(value)}.")
     if field not in value:
         there = ", ".join(map(repr, value)) or "none"
         raise DataError(f"{place}: expected the field {field!r}, but the fields there are: {there}.")
-    text = value[field]
+    return value[field]
+
+
+def _string(value: Any, field: str, place: str) -> str:
+    text = _field(value, field, place)
     if not isinstance(text, str):
-        raise DataError(f"{place}: expected the field {field!r} to be a string, but found {_shortened(text)}.")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f"{place}: expected the field {field!r} to be valid Unicode, but it has half a surrogate pair.")
+        raise DataError(f"{place}: expected the field {field!r} to be a string, but found {_shorten(text)}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{place}: expected the field {field!r} to be valid Unicode, but it has half a surrogate pair."
+        raise DataError(message) from None
     return text
 
 
-def _shortened(value: Any) -> str:
-    text = json.dumps(value)
+def _shorten(value: Any) -> str:
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."

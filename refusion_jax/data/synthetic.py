@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Container
 from typing import Literal
 
-from refusion_jax.data.records import DataError, Example
+from refusion_jax.data.examples import DataError, Example
 
 TASKS = "RSQA"
 HELD_OUT_SHARES = {"R": 1 / 8, "S": 1 / 8, "Q": 1 / 4, "A": 1 / 8}

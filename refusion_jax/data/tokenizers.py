@@ -1,13 +1,15 @@
 """Text to token IDs and back, exactly, with sentencepiece models; and training such a model on a corpus."""
 
+import hashlib
 import io
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
+from etils import epath
 
-from refusion_jax.data.records import DataError
+from refusion_jax.data.examples import DataError
 from refusion_jax.files import replace_file
 
 MODEL_NAME = "tokenizer.model"
@@ -39,7 +41,7 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes, source: str = "the tokenizer"):
-        self._model = model
+        self.model = model
         self._processor = _parse_model(model, source)
         self.vocab_size: int = self._processor.vocab_size()
         self.unk_token_id: int = self._processor.unk_id()
@@ -55,6 +57,11 @@ class Tokenizer:
                 f"control_symbols={_MASK} set."
             )
         return token
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides how texts are encoded."""
+        return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Returns the token IDs of a text, without any special tokens.
@@ -98,23 +105,24 @@ class Tokenizer:
         target = pathlib.Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         with replace_file(target / MODEL_NAME) as file:
-            file.write(self._model)
+            file.write(self.model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Reads a sentencepiece model file, or `tokenizer.model` in a directory.
+        """Reads a sentencepiece model file, or `tokenizer.model` in a directory, on disk or `gs://`.
 
         Raises:
           DataError: when there is no such file, or it is not a sentencepiece model with the special tokens.
         """
-        file = pathlib.Path(path)
+        file = epath.Path(path)
         file = file / MODEL_NAME if file.is_dir() else file
         try:
             model = file.read_bytes()
         except FileNotFoundError:
             raise DataError(f"{file}: there is no such tokenizer file.") from None
-        except OSError as error:
-            raise DataError(f"{file}: the tokenizer file cannot be read ({error.strerror}).") from None
+        except (OSError, ImportError) as error:  # ImportError: a file system not installed
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{file}: the tokenizer file cannot be read ({reason}).") from None
         return cls(model, source=str(file))
 
 

@@ -1,8 +1,10 @@
+import contextlib
 import json
 import pathlib
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -89,6 +91,93 @@ def test_gsm8k(tmp_path):
         assert decoded(dataset, dataset.held_out, index) == example.prompt + example.response
 
 
+def test_the_last_of_each_source_are_held_out_in_proportion(tmp_path):
+    files = tuple(write_jsonl(tmp_path / name, count, prefix=name) for name, count in (("a", 10), ("b", 4), ("c", 1)))
+    dataset = load_dataset(DataConfig(source="json", train_files=files, eval_examples=4), seed=0)
+    assert [example.prompt for example in dataset.held_out_examples] == ["a7?", "a8?", "a9?", "b3?"]
+    assert dataset.train.source_sizes == (7, 3, 1) and dataset.held_out.source_sizes == ()
+    assert [decoded(dataset, dataset.train, index) for index in (0, 6, 7, 10)] == [
+        "a0?a0.",
+        "a6?a6.",
+        "b0?b0.",
+        "c0?c0.",
+    ]
+    assert dataset.counts.read.read == 15 and dataset.counts.train.kept == 11
+    with pytest.raises(DataError, match="eval_examples is 15, but the training files have 15 examples"):
+        load_dataset(DataConfig(source="json", train_files=files, eval_examples=15), seed=0)
+
+
+def test_weights_mix_training_examples_only(tmp_path):
+    files = write_jsonl(tmp_path / "a", 10, "a"), write_jsonl(tmp_path / "b", 30, "b")
+    config = DataConfig(source="json", train_files=files, eval_examples=4, weights=(3.0, 1.0))
+    dataset = load_dataset(config, seed=0)
+    train = make_batches(config, dataset.train, seed=0, batch_size=2)
+    ids = np.concatenate([train[step]["example_ids"] for step in range(train.batches_in_epoch(0))])
+    assert ((ids >= 0) & (ids < 9)).sum() == 27 and (ids >= 9).sum() == 9
+    held_out = make_batches(config, dataset.held_out, seed=0, batch_size=1)
+    assert sum((held_out[step]["example_ids"] >= 0).sum() for step in range(held_out.batches_in_epoch(0))) == 4
+    with pytest.raises(DataError, match=r"long: no example can be used, but data\.weights gives it 1\.0"):
+        long = tmp_path / "long"
+        long.write_text(json.dumps({"query": "q" * 200, "response": "r"}))
+        load_dataset(DataConfig(**{**vars(config), "train_files": (files[0], str(long)), "eval_examples": 0}), seed=0)
+
+
+def test_documents_are_cut_to_the_training_length(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text("\n".join(json.dumps({"text": letter * length}) for letter, length in (("a", 40), ("b", 5))))
+    config = DataConfig(source="json", train_files=(str(file),), format="text", max_length=16, eval_examples=1)
+    dataset = load_dataset(config, seed=0)
+    assert dataset.train.lengths.tolist() == [16, 16, 9] and not dataset.train.prompt_lengths.any()
+    assert [example.response for example in dataset.held_out_examples] == ["b" * 5]
+    batch = make_batches(config, dataset.train, seed=0, batch_size=3)[0]
+    assert batch["response_lengths"].sum() == 41 and not batch["prompt_lengths"].any()
+
+
+def test_the_cache_gives_what_reading_gives(tmp_path):
+    files = write_jsonl(tmp_path / "a", 10, "a"), write_jsonl(tmp_path / "b", 30, "b")
+    plain = DataConfig(source="json", train_files=files, eval_examples=4)
+    kept = DataConfig(**{**vars(plain), "cache_dir": str(tmp_path / "cache")})
+    expected = load_dataset(plain, seed=0)
+    for _ in range(2):
+        dataset = load_dataset(kept, seed=0)
+        assert dataset.fingerprint == expected.fingerprint and dataset.counts == expected.counts
+        assert dataset.held_out_examples == expected.held_out_examples
+        np.testing.assert_array_equal(dataset.train.tokens, expected.train.tokens)
+        assert dataset.train.source_sizes == expected.train.source_sizes
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [expected.fingerprint]
+
+
+def test_a_cached_dataset_is_not_read_again(tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "a", 10)
+    config = DataConfig(source="json", train_files=(file,), eval_examples=1, cache_dir=str(tmp_path / "cache"))
+    first = load_dataset(config, seed=0)
+    monkeypatch.setattr("refusion_jax.data.splits.read_entry", lambda *_: pytest.fail("the file was read"))
+    again = load_dataset(config, seed=0, tokenizer=first.tokenizer)
+    np.testing.assert_array_equal(again.train.tokens, first.train.tokens)
+
+
+def test_the_fingerprint_tells_files_tokenizers_and_settings_apart(tmp_path):
+    file = write_jsonl(tmp_path / "a", 10)
+    config = DataConfig(source="json", train_files=(file,), eval_examples=1, cache_dir=str(tmp_path / "cache"))
+    first = load_dataset(config, seed=0)
+
+    def changed(tokenizer=first.tokenizer, **fields):
+        return load_dataset(DataConfig(**{**vars(config), **fields}), seed=0, tokenizer=tokenizer).fingerprint
+
+    assert changed() == changed(prefetch=3, workers=2, cache_dir="") == load_dataset(config, seed=9).fingerprint
+    other = load_dataset(DataConfig(synthetic_examples=40, eval_examples=4), seed=0)
+    prints = [first.fingerprint, changed(tokenizer=other.tokenizer), changed(eval_examples=2), changed(max_length=64),
+              changed(eval_files=(file,))]  # fmt: skip
+    content = (tmp_path / "a").read_text()
+    (tmp_path / "a").write_text(content.replace("3?", "4?"))
+    prints.append(changed())
+    (tmp_path / "a").write_text(content)
+    assert changed() == first.fingerprint
+    prints += [load_dataset(DataConfig(synthetic_examples=count, eval_examples=4), seed=seed).fingerprint
+               for count, seed in ((40, 0), (40, 1), (41, 0))]  # fmt: skip
+    assert len(set(prints)) == len(prints)
+
+
 @pytest.fixture(scope="module")
 def batches():
     config = DataConfig(synthetic_examples=400, eval_examples=4)
@@ -103,6 +192,46 @@ def test_iterate_gives_the_batches_of_each_step_in_order(batches, start, threads
         for name, array in batches[step].items():
             np.testing.assert_array_equal(batch[name], array)
     iterator.close()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_processes_give_the_batches_of_each_step_in_order(tmp_path, mapped):
+    config = DataConfig(synthetic_examples=200, eval_examples=4, cache_dir=str(tmp_path) if mapped else "")
+    examples = load_dataset(config, seed=0).train
+    assert isinstance(examples.tokens, np.memmap) == mapped
+    batches = make_batches(config, examples, seed=0, batch_size=8, rows=np.array([1, 5]))
+    jax.devices()  # the processes start beside an initialised JAX
+    iterator = iterate(batches, 5, read_threads=2, prefetch=4, workers=2 if mapped else 1)
+    with contextlib.closing(iterator):
+        for step in range(5, 40):  # through several epochs
+            batch = next(iterator)
+            for name, array in batches[step].items():
+                np.testing.assert_array_equal(batch[name], array)
+                assert batch[name].dtype == array.dtype
+                assert type(batch[name]) is type(array) is np.ndarray  # neither shared memory nor a mapped file
+
+
+def test_processes_pass_errors_on():
+    iterator = iterate(FailingFrom(3), 2, read_threads=1, prefetch=2, workers=1)
+    with contextlib.closing(iterator):
+        assert next(iterator)["step"] == 2
+        with pytest.raises(DataError, match="step 3 is broken"):
+            next(iterator)
+
+
+class FailingFrom:
+    """Random access that can be pickled and fails from a step on."""
+
+    def __init__(self, step):
+        self.first = step
+
+    def __len__(self):
+        return 1_000
+
+    def __getitem__(self, step):
+        if step >= self.first:
+            raise DataError(f"step {step} is broken")
+        return {"step": np.array(step)}
 
 
 class Counted:

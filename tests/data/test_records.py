@@ -3,7 +3,9 @@ import json
 
 import pytest
 
-from refusion_jax.data.records import DataError, Example, ReadCounts, read_examples
+from refusion_jax.config import DataConfig
+from refusion_jax.data.examples import DataError, Example, ReadCounts
+from refusion_jax.data.records import read_entry, read_examples
 
 ROWS = [{"query": "a\u2028b", "response": "c\nd"}, {"query": "e", "response": "f", "more": 1}]
 EXAMPLES = [Example("a\u2028b", "c\nd"), Example("e", "f")]
@@ -76,3 +78,62 @@ def test_refuses_a_missing_file_and_a_directory(tmp_path):
         read_examples([str(tmp_path / "nowhere.jsonl")], "query", "response")
     with pytest.raises(DataError, match="cannot be read"):
         read_examples([str(tmp_path)], "query", "response")
+
+
+def chat(*turns):
+    return {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in turns]}
+
+
+def read(path, rows, **fields):
+    path.write_text(lines(rows))
+    return read_entry(DataConfig(source="json", train_files=(str(path),), **fields), str(path))
+
+
+def test_the_last_assistant_turn_is_the_response_or_each_of_them(tmp_path):
+    rows = [
+        chat(("system", "s"), ("user", "1"), ("assistant", "one"), ("user", "2"), ("assistant", "two"), ("user", "3")),
+        chat(("user", "4"), ("assistant", " ")),
+        chat(("assistant", "hello")),
+    ]
+    first = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "one<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
+    greeting = Example("<|im_start|>assistant\n", "hello")
+    last = read(tmp_path / "a", rows, format="messages")
+    assert last == ([Example(second, "two"), greeting], ReadCounts(read=3, empty_response=1))
+    every = read(tmp_path / "a", rows, format="messages", turns="all")
+    assert every == ([Example(first, "one"), Example(second, "two"), greeting], ReadCounts(read=3, empty_response=1))
+
+
+def test_documents_have_no_prompt_and_blank_ones_are_counted(tmp_path):
+    rows = [{"body": "one\n"}, {"body": " \n"}, {"body": "two"}]
+    expected = [Example("", "one\n"), Example("", "two")], ReadCounts(read=3, empty_response=1)
+    assert read(tmp_path / "a", rows, format="text", text_field="body") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        (chat(("user", "a")), ["line 2: none of the 1 messages is from the assistant"]),
+        (chat(), ["line 2: none of the 0 messages"]),
+        (chat(("user", "a"), ("robot", "b")), ["line 2, message 2: the role is 'robot'", "system, user, assistant"]),
+        (chat(("user", "a"), ("system", "b"), ("assistant", "c")), ["line 2, message 2", "must be the conversation's"]),
+        (chat(("user", ["a"]), ("assistant", "c")), ["line 2, message 1", "'content'", "string", '["a"]']),
+        (chat(("user", "a"), ("assistant", None)), ["line 2, message 2", "'content'", "null"]),
+        ({"messages": [{"role": "user"}]}, ["line 2, message 1", "'content'", "'role'"]),
+        ({"messages": ["hello"]}, ["line 2, message 1", "object", '"hello"']),
+        ({"messages": "hello"}, ["line 2", "list of messages", '"hello"']),
+        ({"turns": []}, ["line 2", "'messages'", "'turns'"]),
+    ],
+)
+def test_refuses_malformed_conversations(tmp_path, row, parts):
+    file = tmp_path / "chats.jsonl"
+    with pytest.raises(DataError) as error:
+        read(file, [chat(("user", "a"), ("assistant", "b")), row], format="messages")
+    message = str(error.value)
+    assert message.startswith(str(file)) and "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+def test_refuses_documents_without_text(tmp_path):
+    with pytest.raises(DataError, match="line 1: expected the field 'text' to be a string, but found 3"):
+        read(tmp_path / "a", [{"text": 3}], format="text")

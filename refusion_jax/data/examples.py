@@ -1,0 +1,27 @@
+"""Examples as text, the counts of reading them, and what is raised when they cannot be used."""
+
+import dataclasses
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message says where it is, what was expected and what was found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One training pair as text. A document to learn whole has an empty prompt."""
+
+    prompt: str
+    response: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadCounts:
+    """What was found: objects `read`, and examples dropped for a blank prompt or, else, a blank response."""
+
+    read: int = 0
+    empty_prompt: int = 0
+    empty_response: int = 0
+
+    def __add__(self, other: "ReadCounts") -> "ReadCounts":
+        return ReadCounts(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
