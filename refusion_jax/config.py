@@ -18,9 +18,18 @@ import numpy as np
 ALGORITHMS = ("self_correcting", "paper")
 MAX_TEMPERATURE = 1_000
 DTYPES = ("float32", "bfloat16", "float16")
-REMAT_POLICIES = ("none", "full")
-SOURCES = ("synthetic", "json")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+REMAT_POLICIES = ("none", "minimal", "full")
+REMAT_NAMES = (*PROJECTIONS, "attention")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+MASKING_SCHEDULES = ("linear", "cosine", "quadratic", "square_root")
+SOURCES = ("synthetic", "json", "arrayrecord", "tfds")
+FORMATS = ("pairs", "messages", "text")
+TURNS = ("last", "all")
 TOKENIZER_TYPES = ("char", "bpe", "unigram")
+LESS_IS_BETTER = ("eval_loss", "eval_ar_loss", "eval_mdm_loss", "eval_mdm_bound")
+MORE_IS_BETTER = ("exact_match", "tokens_per_forward")
 
 
 class ConfigError(ValueError):
@@ -84,6 +93,13 @@ class ModelConfig:
 
     `vocab_size` 0 means "the tokenizer's", filled in by the trainer. `dtype` is the type of activations and matrix
     products, `param_dtype` that of stored parameters; softmax, norms, RoPE and losses are float32 regardless.
+
+    `remat` says which activations of a layer are kept for the backward pass: all ("none"), the outputs of its matrix
+    products ("minimal"), only its input ("full"), or a comma-separated list of `REMAT_NAMES`: the outputs of these
+    projections, and of "attention" before `o_proj`. What is not kept is computed again.
+
+    `rope_scaling` divides position IDs before RoPE (linear interpolation): the model then reaches `context_length`
+    positions, so many times `max_position_embeddings`.
     """
 
     vocab_size: int = 0
@@ -95,6 +111,7 @@ class ModelConfig:
     head_dim: int = 32
     max_position_embeddings: int = 512
     rope_theta: float = 10_000.0
+    rope_scaling: float = 1.0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
@@ -111,6 +128,7 @@ class ModelConfig:
         _require_minimum(
             "model", self, vocab_size=0, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=2, max_position_embeddings=1, initializer_range=0, scan_unroll=1,
+            rope_scaling=1,
         )  # fmt: skip
         for field in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, field)
@@ -123,7 +141,14 @@ class ModelConfig:
         )
         _require_choice("model.dtype", self.dtype, DTYPES)
         _require_choice("model.param_dtype", self.param_dtype, DTYPES)
-        _require_choice("model.remat", self.remat, REMAT_POLICIES)
+        if self.remat not in REMAT_POLICIES:
+            for name in self.remat_names:
+                _require_choice("model.remat", name, (*REMAT_POLICIES, *REMAT_NAMES))
+                _require(
+                    name in REMAT_NAMES,
+                    f"model.remat is {self.remat!r}; {name!r} stands alone, only activations can be listed: "
+                    f"{', '.join(REMAT_NAMES)}.",
+                )
         _require(len(self.eos_token_ids) > 0, "model.eos_token_ids is empty; a response needs a token that ends it.")
         for name, token in self.special_tokens:
             ok = token >= 0 and (self.vocab_size == 0 or token < self.vocab_size)
@@ -132,6 +157,16 @@ class ModelConfig:
             self.mask_token_id not in self.eos_token_ids,
             f"model.mask_token_id is {self.mask_token_id}, which is also an EOS; the mask needs a token of its own.",
         )
+
+    @property
+    def remat_names(self) -> tuple[str, ...]:
+        """The activations `remat` lists."""
+        return tuple(name.strip() for name in self.remat.split(","))
+
+    @property
+    def context_length(self) -> int:
+        """Positions the model can be used with, `max_position_embeddings * rope_scaling`."""
+        return int(self.max_position_embeddings * self.rope_scaling)
 
     @property
     def special_tokens(self) -> list[tuple[str, int]]:
@@ -144,18 +179,35 @@ class ModelConfig:
 class DataConfig:
     """Where examples come from and how they become rows of tokens.
 
-    `source` "synthetic" generates `synthetic_examples` little text tasks; "json" reads `train_files` (JSON lists or
-    JSON lines with `prompt_field` and `response_field`). Held-out examples come from `eval_files`, or else the last
-    `eval_examples` of the training files. A prompt plus response longer than `max_length` is dropped and counted.
-    `max_length` is also the length of a packed row. `tokenizer` is a sentencepiece model file; "" trains one on the
-    corpus.
+    `source` "synthetic" generates `synthetic_examples` little text tasks. The others read the entries of `train_files`:
+    "json" files (JSON lists or JSON lines), "arrayrecord" files whose records are JSON objects, or "tfds" datasets
+    written `NAME[SPLIT]`, such as `gsm8k/main:1.0.0[train]`, where NAME may be the directory of a prepared dataset.
+    Paths may be on `gs://`.
+
+    `format` says what an object holds: "pairs" a prompt and a response (`prompt_field`, `response_field`), "messages" a
+    conversation (`messages_field`), whose last assistant turn is the response, or with `turns` "all" each of them in an
+    example of its own; "text" a document (`text_field`) without a prompt, cut into pieces of `max_length` tokens. Other
+    examples longer than `max_length`, which is also the length of a packed row, are dropped and counted.
+
+    Each entry of `train_files` is a source. Without `weights`, an epoch has every example once; with them, about as
+    many examples, drawn from the sources in these proportions. Held-out examples come from `eval_files`, or else are
+    the last of each source, `eval_examples` in all, in proportion to the sources' sizes.
+
+    `tokenizer` is a sentencepiece model file; "" trains one on the training examples. Tokens are kept in `cache_dir`
+    for the next run, unless it is "". Batches are made `prefetch` ahead by `read_threads` threads, in `workers`
+    processes of their own or, with 0, in this one.
     """
 
     source: str = "synthetic"
     train_files: tuple[str, ...] = ()
     eval_files: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    format: str = "pairs"
     prompt_field: str = "query"
     response_field: str = "response"
+    messages_field: str = "messages"
+    turns: str = "last"
+    text_field: str = "text"
     synthetic_examples: int = 100_000
     eval_examples: int = 400
     max_length: int = 128
@@ -163,37 +215,71 @@ class DataConfig:
     tokenizer: str = ""
     tokenizer_type: str = "char"
     tokenizer_vocab_size: int = 1_000
+    cache_dir: str = ""
+    workers: int = 0
     read_threads: int = 1
     prefetch: int = 8
 
     def __post_init__(self) -> None:
         _require_types("data", self)
         _require_choice("data.source", self.source, SOURCES)
+        _require_choice("data.format", self.format, FORMATS)
+        _require_choice("data.turns", self.turns, TURNS)
         _require_choice("data.tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         _require_minimum(
-            "data", self, synthetic_examples=1, eval_examples=0, max_length=2, tokenizer_vocab_size=8, read_threads=1,
-            prefetch=1,
+            "data", self, synthetic_examples=1, eval_examples=0, max_length=2, tokenizer_vocab_size=8, workers=0,
+            read_threads=1, prefetch=1,
         )  # fmt: skip
         _require(
             self.prefetch >= self.read_threads,
             f"data.prefetch is {self.prefetch}, fewer batches than data.read_threads ({self.read_threads}); raise it.",
         )
         _require(
-            self.source != "json" or len(self.train_files) > 0,
-            "data.train_files is empty; data.source 'json' needs at least one file of examples.",
+            self.source == "synthetic" or len(self.train_files) > 0,
+            f"data.train_files is empty; data.source {self.source!r} needs at least one entry to read.",
+        )
+        _require(
+            self.source != "synthetic" or self.format == "pairs",
+            f"data.format is {self.format!r}, but data.source 'synthetic' makes pairs; choose another source.",
         )
         _require(
             bool(self.prompt_field) and bool(self.response_field) and self.prompt_field != self.response_field,
             f"data.prompt_field is {self.prompt_field!r} and data.response_field {self.response_field!r}; "
             "they must be two different field names.",
         )
+        for field in ("messages_field", "text_field"):
+            _require(bool(getattr(self, field)), f"data.{field} is empty; it must be a field name.")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if not self.weights:
+            return
+        _require(
+            self.source != "synthetic" and len(self.weights) == len(self.train_files),
+            f"data.weights has {len(self.weights)} entries and data.train_files {len(self.train_files)}, of "
+            f"data.source {self.source!r}; give one weight per file that is read, or none.",
+        )
+        for file, weight in zip(self.train_files, self.weights, strict=True):
+            _require(
+                0 < weight < math.inf,
+                f"data.weights gives {file} {weight!r}; a weight must be positive and finite, leave the file out "
+                "otherwise.",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotsConfig:
-    """The training view's random draws and the weights of the two loss terms (paper section 3)."""
+    """The training view's random draws and the weights of the two loss terms (paper section 3).
+
+    A slot size is drawn from `sizes` with probabilities proportional to `size_weights`; none means equal ones. The
+    masking probability is `p = (1 - epsilon) * m(t) + epsilon`, `t ~ U(0, 1)`, with `m` the `masking_schedule`:
+    "linear" `t` (the paper's), "cosine" `1 - cos(pi t / 2)`, "quadratic" `t**2`, "square_root" `sqrt(t)`. A masked
+    token's loss is weighted by `1 / p` whatever the schedule.
+    """
 
     sizes: tuple[int, ...] = (4, 8, 16, 32)
+    size_weights: tuple[float, ...] = ()
+    masking_schedule: str = "linear"
     epsilon: float = 1e-3
     ar_weight: float = 1.0
     mdm_weight: float = 1.0
@@ -204,6 +290,17 @@ class SlotsConfig:
             len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes),
             f"slots.sizes is {self.sizes}; give at least one slot size, each a whole number of at least 1.",
         )
+        _require(
+            len(self.size_weights) in (0, len(self.sizes)),
+            f"slots.size_weights has {len(self.size_weights)} weights for {len(self.sizes)} slots.sizes; give one for "
+            "each, or none for equal ones.",
+        )
+        weights = self.size_weights
+        _require(
+            not weights or (all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0),
+            f"slots.size_weights is {weights}; weights must be finite, not negative, and not all 0.",
+        )
+        _require_choice("slots.masking_schedule", self.masking_schedule, MASKING_SCHEDULES)
         _require(0 < self.epsilon < 1, f"slots.epsilon is {self.epsilon}; it must lie strictly between 0 and 1.")
         _require_minimum("slots", self, ar_weight=0, mdm_weight=0)
         _require(
@@ -215,58 +312,159 @@ class SlotsConfig:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Length and rhythm of a run. `batch_size` counts rows of `data.max_length` tokens over all devices: a packed row
-    holds several examples. `eval_every` 0 evaluates only at the end; `eval_decode_examples` prompts are decoded each
-    time to measure exact match."""
+    holds several examples. `eval_every` 0 evaluates only at the end: the losses under `eval_draws` fixed draws of every
+    held-out example, and the exact match of `eval_decode_examples` decoded prompts.
+
+    Two settings trade time for memory. `accumulate_steps` computes the gradient of a batch in so many parts one after
+    another; the gradient is the same. `loss_chunk` is the number of positions, on each device, whose logits exist at a
+    time; 0 means all.
+
+    `init_from` names a run or Hugging Face directory whose weights and tokenizer a new run begins with. `profile_steps`
+    are the first and the last step of a profiler trace; empty takes none. A step whose loss or gradient is not finite
+    changes nothing; `max_skipped` of them in a row end the run. A step that takes `slow_step_factor` times as long as
+    those before it is reported.
+    """
 
     steps: int = 1_000
     batch_size: int = 16
+    accumulate_steps: int = 1
+    loss_chunk: int = 256
     seed: int = 0
     log_every: int = 50
     eval_every: int = 500
+    eval_draws: int = 1
     eval_decode_examples: int = 64
+    init_from: str = ""
+    profile_steps: tuple[int, ...] = ()
+    max_skipped: int = 10
+    slow_step_factor: float = 10.0
 
     def __post_init__(self) -> None:
         _require_types("train", self)
         _require_minimum(
-            "train", self, steps=1, batch_size=1, seed=0, log_every=1, eval_every=0, eval_decode_examples=0
+            "train", self, steps=1, batch_size=1, accumulate_steps=1, loss_chunk=0, seed=0, log_every=1, eval_every=0,
+            eval_draws=1, eval_decode_examples=0, max_skipped=1, slow_step_factor=1,
+        )  # fmt: skip
+        divisors = [n for n in range(1, min(self.batch_size, 1000) + 1) if self.batch_size % n == 0]
+        _require(
+            self.batch_size % self.accumulate_steps == 0,
+            f"train.accumulate_steps is {self.accumulate_steps}, which does not divide train.batch_size "
+            f"({self.batch_size}); use one of {', '.join(map(str, divisors))}.",
         )
         _require(self.seed < 2**31, f"train.seed is {self.seed}; it must be below 2**31.")
+        first, last, *more = (*self.profile_steps, 1, 1)[: max(2, len(self.profile_steps))]
+        _require(
+            len(self.profile_steps) in (0, 2) and 1 <= first <= last and not more,
+            f"train.profile_steps is {self.profile_steps}; give the first and the last step of the trace, as in 10,15.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay to `learning_rate * final_ratio`, after clipping by global norm."""
+    """Update rule, learning rate and clipping by global norm.
 
+    `name` is "adamw", "adafactor" (no first moment, factored second one), "lion", or "muon" (the layers' kernels by
+    Muon with its updates scaled to the size of Adam's, everything else by Adam). `learning_rate` means the size of a
+    step for each of them; Lion wants a several times smaller one. `beta1` is the momentum (Adafactor has none), `beta2`
+    the decay of second moments (Lion: of the momentum itself; Adafactor has its own), `epsilon` Adam's and Muon's.
+
+    The learning rate rises from 0 over `warmup_steps`; then `schedule` takes it to `learning_rate * final_ratio` along
+    a "cosine" or a line ("linear"), or leaves it "constant"; "wsd" (warm-up, stable, decay) is constant but for the
+    last `decay_steps`, a line.
+
+    `weight_decay` is multiplied by the learning rate and never applies to norm scales, to input and output embedding
+    only with `decay_embeddings`. `moments_dtype` is the type in which moments are stored; updates are computed in
+    float32. In bfloat16 a second moment follows only changes of more than 0.4 %: keep `beta2` at 0.99 or below.
+    """
+
+    name: str = "adamw"
     learning_rate: float = 3e-3
+    schedule: str = "cosine"
     warmup_steps: int = 100
+    decay_steps: int = 0
     final_ratio: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    decay_embeddings: bool = True
     clip_norm: float = 1.0
+    moments_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _require_types("optimizer", self)
-        _require_minimum("optimizer", self, learning_rate=0, warmup_steps=0, final_ratio=0, weight_decay=0)
+        _require_choice("optimizer.name", self.name, OPTIMIZERS)
+        _require_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        _require_choice("optimizer.moments_dtype", self.moments_dtype, DTYPES[:2])
+        _require_minimum(
+            "optimizer", self, learning_rate=0, warmup_steps=0, decay_steps=0, final_ratio=0, weight_decay=0
+        )
         for field in ("beta1", "beta2"):
             value = getattr(self, field)
             _require(0 <= value < 1, f"optimizer.{field} is {value}; it must lie in [0, 1).")
         for field in ("epsilon", "clip_norm"):
             value = getattr(self, field)
             _require(0 < value < math.inf, f"optimizer.{field} is {value}; it must be positive and finite.")
+        _require(
+            (self.decay_steps > 0) == (self.schedule == "wsd"),
+            f"optimizer.decay_steps is {self.decay_steps} with schedule {self.schedule!r}; it is the length of the "
+            "decay of 'wsd', at least 1 there and 0 for the others.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: `kernel + alpha / rank * a @ b` for every layer's `targets`, with only `a` and `b` trained.
+
+    `rank` 0 turns it off: all parameters are trained. `dtype` is the type the adapters are stored in.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _require_types("lora", self)
+        _require_minimum("lora", self, rank=0)
+        _require(0 < self.alpha < math.inf, f"lora.alpha is {self.alpha}; it must be positive and finite.")
+        _require_choice("lora.dtype", self.dtype, DTYPES[:2])
+        for name in self.targets:
+            _require_choice("lora.targets", name, PROJECTIONS)
+        _require(len(set(self.targets)) == len(self.targets), f"lora.targets is {self.targets}; name each once.")
+        _require(
+            self.rank == 0 or len(self.targets) > 0,
+            f"lora.targets is empty with lora.rank {self.rank}; name what to adapt: {', '.join(PROJECTIONS)}.",
+        )
+        unused = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        _require(
+            self.rank > 0 or not unused,
+            f"lora.rank is 0, which turns adapters off, but lora.{' and lora.'.join(unused)} is set; give a rank of at "
+            "least 1.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `save_every` steps and at the end; the newest `keep` stay."""
+    """A checkpoint every `save_every` steps and at the end. Of these stay the newest `keep`, those of steps that
+    `keep_every` divides (0: none), and the `keep_best` with the best `best_metric`: a number of an evaluation such as
+    `eval_loss`, for which less is better, or `exact_match` and `tokens_per_forward`, for which more is. Only
+    checkpoints of steps that were evaluated compete.
+
+    A run refuses to continue from a checkpoint of other data unless `accept_changed_data`.
+    """
 
     save_every: int = 1_000
     keep: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    best_metric: str = "eval_loss"
+    accept_changed_data: bool = False
 
     def __post_init__(self) -> None:
         _require_types("checkpoint", self)
-        _require_minimum("checkpoint", self, save_every=1, keep=1)
+        _require_minimum("checkpoint", self, save_every=1, keep=1, keep_every=0, keep_best=0)
+        _require_choice("checkpoint.best_metric", self.best_metric, (*LESS_IS_BETTER, *MORE_IS_BETTER))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,26 +575,40 @@ class Config:
     slots: SlotsConfig = dataclasses.field(default_factory=SlotsConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
+        positions = f"model.max_position_embeddings ({self.model.max_position_embeddings}"
+        positions += ")" if self.model.rope_scaling == 1 else f" x rope_scaling {self.model.rope_scaling:g})"
+        factor = math.ceil(100 * self.data.max_length / self.model.max_position_embeddings) / 100
         _require(
-            self.data.max_length <= self.model.max_position_embeddings,
-            f"data.max_length is {self.data.max_length}, beyond model.max_position_embeddings "
-            f"({self.model.max_position_embeddings}); lower the one or raise the other.",
+            self.data.max_length <= self.model.context_length,
+            f"data.max_length is {self.data.max_length}, beyond {positions}; lower the one or raise the other, or "
+            f"stretch positions with model.rope_scaling {factor:g}.",
         )
         _require(
-            self.decode.rounded_length < self.model.max_position_embeddings,
+            self.decode.rounded_length < self.model.context_length,
             f"decode.gen_length is {self.decode.gen_length}, in whole slots {self.decode.rounded_length}; with a "
-            f"prompt that exceeds model.max_position_embeddings, {self.model.max_position_embeddings}: lower one or "
+            f"prompt that exceeds model.max_position_embeddings, {self.model.context_length}: lower one or "
             "raise the other.",
         )
         _require(
             self.optimizer.warmup_steps <= self.train.steps,
             f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, more than train.steps ({self.train.steps}); "
             "lower it.",
+        )
+        _require(
+            self.lora.rank == 0 or bool(self.train.init_from),
+            f"lora.rank is {self.lora.rank} without train.init_from; name the run or directory whose weights to adapt.",
+        )
+        decay = self.optimizer.decay_steps
+        _require(
+            self.optimizer.warmup_steps + decay <= self.train.steps,
+            f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) and optimizer.decay_steps ({decay}) are more than "
+            f"train.steps ({self.train.steps}) together; lower one.",
         )
 
 

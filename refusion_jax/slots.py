@@ -9,6 +9,7 @@ Rows may pack several examples; each is a segment, reordered on its own. Everyth
 (segment, prompt / clean / masked, slot rank, slot, offset) reorders any batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -21,6 +22,14 @@ from refusion_jax.modeling.attention import Visibility
 NO_TARGET = -100
 
 _PROMPT, _CLEAN, _MASKED = 0, 1, 2
+
+# From t in [0, 1) to the share of slots that is masked, before `epsilon`; all rise from 0 to 1.
+MASKING: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda t: t,
+    "cosine": lambda t: 1 - jnp.cos(jnp.pi / 2 * t),
+    "quadratic": jnp.square,
+    "square_root": jnp.sqrt,
+}
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -100,15 +109,20 @@ def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
     Args:
       seed: () int32 or a typed key.
       batch: the examples.
-      config: slot sizes to choose from uniformly, and `epsilon` in `p = (1 - epsilon) * t + epsilon`, `t ~ U(0, 1)`.
+      config: slot sizes to choose from and their weights, and the masking schedule `m` and `epsilon` in
+        `p = (1 - epsilon) * m(t) + epsilon`, `t ~ U(0, 1)`.
     """
+    schedule = MASKING[config.masking_schedule]
+    shares = None
+    if config.size_weights:
+        shares = jnp.array(config.size_weights, jnp.float32) / sum(config.size_weights)
     root = seed if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else jax.random.key(seed)
 
     def example_draws(epoch: jax.Array, example: jax.Array) -> tuple[jax.Array, ...]:
         key = jax.random.fold_in(jax.random.fold_in(root, epoch), example)
         size_key, t_key, mask_key, order_key = jax.random.split(key, 4)
-        size = jax.random.choice(size_key, jnp.array(config.sizes, jnp.int32))
-        p = (1 - config.epsilon) * jax.random.uniform(t_key) + config.epsilon
+        size = jax.random.choice(size_key, jnp.array(config.sizes, jnp.int32), p=shares)
+        p = (1 - config.epsilon) * schedule(jax.random.uniform(t_key)) + config.epsilon
         return size, p, jax.random.key_data(mask_key), jax.random.key_data(order_key)
 
     sizes, p, mask_keys, order_keys = jax.vmap(jax.vmap(example_draws))(batch.epochs, batch.example_ids)

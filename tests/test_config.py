@@ -12,6 +12,7 @@ from refusion_jax.config import (
     ConfigError,
     DataConfig,
     DecodeConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -30,6 +31,11 @@ REFUSED = [
     (ModelConfig, {"num_attention_heads": 3}, "model.num_attention_heads is 3, not a multiple of"),
     (ModelConfig, {"dtype": "float23"}, "model.dtype is 'float23'.* Did you mean 'float32'?"),
     (ModelConfig, {"remat": "fulll"}, "model.remat is 'fulll'.* Did you mean 'full'?"),
+    (ModelConfig, {"remat": "q_proj,atention"}, "model.remat is 'atention'.* Did you mean 'attention'?"),
+    (ModelConfig, {"remat": "everything"}, "model.remat is 'everything', not one of none, .*q_proj, .*attention"),
+    (ModelConfig, {"remat": "q_proj,full"}, "'full' stands alone, only activations can be listed: q_proj"),
+    (ModelConfig, {"remat": ""}, "model.remat is ''"),
+    (ModelConfig, {"rope_scaling": 0.5}, "model.rope_scaling is 0.5; it must be a number of at least 1."),
     (ModelConfig, {"eos_token_ids": ()}, "model.eos_token_ids is empty"),
     (ModelConfig, {"mask_token_id": 1}, "model.mask_token_id is 1, which is also an EOS"),
     (ModelConfig, {"vocab_size": 2}, "model.mask_token_id is 2, outside the vocabulary of 2 tokens."),
@@ -37,12 +43,64 @@ REFUSED = [
     (DataConfig, {"source": "jsn"}, "data.source is 'jsn'.* Did you mean 'json'?"),
     (DataConfig, {"source": "json"}, "data.train_files is empty"),
     (DataConfig, {"prompt_field": "response"}, "they must be two different field names."),
+    (DataConfig, {"source": "arrayrecord"}, "data.train_files is empty; data.source 'arrayrecord'"),
+    (DataConfig, {"format": "message"}, "data.format is 'message'.* Did you mean 'messages'?"),
+    (DataConfig, {"format": "text"}, "data.source 'synthetic' makes pairs"),
+    (DataConfig, {"turns": "first"}, "data.turns is 'first', not one of last, all"),
+    (DataConfig, {"text_field": ""}, "data.text_field is empty"),
+    (DataConfig, {"messages_field": ""}, "data.messages_field is empty"),
+    (DataConfig, {"workers": -1}, "data.workers is -1"),
+    (DataConfig, {"weights": (1.0,)}, "data.weights has 1 entries and data.train_files 0, of data.source 'synthetic'"),
+    (
+        DataConfig,
+        {"source": "json", "train_files": ("a", "b"), "weights": (1.0,)},
+        "data.weights has 1 entries and data.train_files 2.* give one weight per file",
+    ),
+    (
+        DataConfig,
+        {"source": "json", "train_files": ("a", "b"), "weights": (1.0, 0.0)},
+        "data.weights gives b 0.0; a weight must be positive",
+    ),
+    (
+        DataConfig,
+        {"source": "json", "train_files": ("a", "b"), "weights": (-1.0, 1.0)},
+        "data.weights gives a -1.0",
+    ),
+    (
+        DataConfig,
+        {"source": "json", "train_files": ("a",), "weights": (float("nan"),)},
+        "data.weights gives a nan",
+    ),
     (DataConfig, {"max_length": 1}, "data.max_length is 1; it must be a number of at least 2."),
     (SlotsConfig, {"sizes": ()}, "give at least one slot size"),
     (SlotsConfig, {"sizes": (4, 0)}, r"slots.sizes is \(4, 0\)"),
+    (SlotsConfig, {"size_weights": (1.0,)}, "slots.size_weights has 1 weights for 4 slots.sizes; give one for each"),
+    (SlotsConfig, {"sizes": (4,), "size_weights": (0.0,)}, "weights must be finite, not negative, and not all 0."),
+    (SlotsConfig, {"sizes": (4, 8), "size_weights": (-1.0, 2.0)}, "weights must be finite, not negative"),
+    (SlotsConfig, {"masking_schedule": "cosin"}, "slots.masking_schedule is 'cosin'.* Did you mean 'cosine'?"),
     (SlotsConfig, {"epsilon": 1.0}, "slots.epsilon is 1.0; it must lie strictly between 0 and 1."),
     (SlotsConfig, {"ar_weight": 0.0, "mdm_weight": 0.0}, "one of the loss terms must count."),
     (TrainConfig, {"steps": 0}, "train.steps is 0; it must be a number of at least 1."),
+    (TrainConfig, {"accumulate_steps": 0}, "train.accumulate_steps is 0; it must be a number of at least 1."),
+    (TrainConfig, {"loss_chunk": -1}, "train.loss_chunk is -1; it must be a number of at least 0."),
+    (
+        TrainConfig,
+        {"batch_size": 12, "accumulate_steps": 5},
+        r"accumulate_steps is 5, which does not divide train.batch_size \(12\); use one of 1, 2, 3, 4, 6, 12.",
+    ),
+    (OptimizerConfig, {"name": "adam"}, "optimizer.name is 'adam'.* Did you mean 'adamw'?"),
+    (OptimizerConfig, {"schedule": "cosin"}, "optimizer.schedule is 'cosin'.* Did you mean 'cosine'?"),
+    (OptimizerConfig, {"schedule": "wsd"}, "optimizer.decay_steps is 0 with schedule 'wsd'"),
+    (OptimizerConfig, {"decay_steps": 5}, "optimizer.decay_steps is 5 with schedule 'cosine'"),
+    (OptimizerConfig, {"moments_dtype": "bfloat"}, "optimizer.moments_dtype is 'bfloat'.* Did you mean 'bfloat16'?"),
+    (LoraConfig, {"rank": -1}, "lora.rank is -1; it must be a number of at least 0."),
+    (LoraConfig, {"alpha": 32.0}, "lora.rank is 0, which turns adapters off, but lora.alpha is set"),
+    (LoraConfig, {"rank": 4, "alpha": 0.0}, "lora.alpha is 0.0; it must be positive and finite."),
+    (LoraConfig, {"rank": 4, "targets": ("q_prj",)}, "lora.targets is 'q_prj'.* Did you mean 'q_proj'?"),
+    (LoraConfig, {"rank": 4, "targets": ("lm_head",)}, "lora.targets is 'lm_head', not one of q_proj, .*down_proj"),
+    (LoraConfig, {"rank": 4, "targets": ("q_proj", "q_proj")}, "name each once."),
+    (LoraConfig, {"rank": 4, "targets": ()}, "lora.targets is empty with lora.rank 4; name what to adapt: q_proj"),
+    (LoraConfig, {"rank": 4, "dtype": "int8"}, "lora.dtype is 'int8', not one of float32, bfloat16."),
     (OptimizerConfig, {"learning_rate": math.nan}, "optimizer.learning_rate is nan"),
     (OptimizerConfig, {"beta2": 1.0}, r"optimizer.beta2 is 1.0; it must lie in \[0, 1\)."),
     (OptimizerConfig, {"clip_norm": 0.0}, "optimizer.clip_norm is 0.0; it must be positive."),
@@ -107,6 +165,12 @@ def test_every_decode_setting_has_a_line_of_help():
 def test_sections_must_agree():
     with pytest.raises(ConfigError, match=r"data.max_length is 256, beyond model.max_position_embeddings \(128\)"):
         Config(model=ModelConfig(max_position_embeddings=128), data=DataConfig(max_length=256))
+    with pytest.raises(ConfigError, match=r"beyond .* \(128 x rope_scaling 1.5\); .* with model.rope_scaling 2.01\.$"):
+        Config(model=ModelConfig(max_position_embeddings=128, rope_scaling=1.5), data=DataConfig(max_length=257))
+    stretched = ModelConfig(max_position_embeddings=128, rope_scaling=2.01)
+    assert Config(model=stretched, data=DataConfig(max_length=257)).model.context_length == 257
+    with pytest.raises(ConfigError, match=r"warmup_steps \(100\) and optimizer.decay_steps \(950\) are more than"):
+        Config(optimizer=OptimizerConfig(schedule="wsd", decay_steps=950))
     with pytest.raises(ConfigError, match=r"optimizer.warmup_steps is 100, more than train.steps \(50\)"):
         Config(train=TrainConfig(steps=50))
     with pytest.raises(ConfigError, match=r"decode.gen_length is 100, in whole slots 112; .*, 112: lower"):
@@ -152,6 +216,16 @@ def test_a_config_survives_json():
     assert values["slots"]["sizes"] == [4, 8]
     assert (values["decode"]["suppress_ids"], values["decode"]["stop"]) == ([4, 9], ["\n", "é"])
     assert from_dict(Config, values) == config
+
+
+def test_eos_may_be_the_padding():
+    """As in many tokenizers; only the mask needs a token of its own."""
+    assert ModelConfig(pad_token_id=1, eos_token_ids=(1,)).pad_token_id == 1
+
+
+@pytest.mark.parametrize("remat", ["none", "minimal", "full", "attention", "q_proj, k_proj,v_proj", "down_proj"])
+def test_policies_and_lists_of_activations(remat):
+    assert ModelConfig(remat=remat).remat == remat
 
 
 def test_absent_fields_and_sections_take_their_defaults():

@@ -12,8 +12,9 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from refusion_jax.config import ModelConfig
+from refusion_jax.config import PROJECTIONS, ModelConfig
 from refusion_jax.modeling.attention import KVCache, Visibility, attend, visibility_bias
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
@@ -45,10 +46,33 @@ class RMSNorm(nn.Module):
         return _rms_norm(inputs, scale, self.epsilon)
 
 
-def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> nn.Dense:
+class Dense(nn.Dense):
+    """A matrix product named for rematerialisation, plus the adapter in the "lora" collection where there is one.
+
+    An adapter's leaves are `a` (inputs, rank) and `b` (rank, outputs), the latter already times `alpha / rank`.
+    """
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        outputs = super().__call__(inputs)
+        if self.has_variable("lora", "a"):
+            a, b = (self.get_variable("lora", name).astype(self.dtype) for name in ("a", "b"))
+            outputs += (inputs @ a) @ b
+        return checkpoint_name(outputs, self.name)
+
+
+def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> Dense:
     init = nn.with_logical_partitioning(nn.initializers.normal(config.initializer_range), axes)
     dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-    return nn.Dense(features, use_bias=False, kernel_init=init, name=name, **dtypes)
+    return Dense(features, use_bias=False, kernel_init=init, name=name, **dtypes)
+
+
+def _remat(block: type[nn.Module], config: ModelConfig) -> Any:
+    """`block`, keeping the activations that `config.remat` says for the backward pass."""
+    if config.remat == "none":
+        return block
+    names = {"minimal": PROJECTIONS, "full": ()}.get(config.remat, config.remat_names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return nn.remat(block, prevent_cse=False, policy=policy)
 
 
 def _norm(config: ModelConfig, axis_name: str | None, name: str) -> RMSNorm:
@@ -99,6 +123,7 @@ class Attention(nn.Module):
         mixed = attend(query, tuple(k for k, _ in blocks), tuple(v for _, v in blocks), bias)
         mixed = mixed.reshape(batch * length, -1)
         mixed = mixed if packing is None else mixed[packing.sources]
+        mixed = checkpoint_name(mixed, "attention")
         return _dense(c, c.hidden_size, ("heads", "embed"), "o_proj")(mixed), (key, value)
 
 
@@ -177,14 +202,14 @@ class Transformer(nn.Module):
           kv: None, or keys and values (layers, batch, kv_heads, length, head_dim).
         """
         c = self.config
-        hidden = self.embed_tokens(tokens.reshape(-1))
-        hidden = constrain(hidden, "batch", "activation_embed")
-        rope = rotary_angles(position_ids, c.head_dim, c.rope_theta)
+        # Gathered over fsdp before tokens are looked up: the partitioner would otherwise make the result whole first.
+        table = constrain(self.embed_tokens.embedding.astype(c.dtype), "vocab", "activation_embed")
+        hidden = constrain(jnp.take(table, tokens.reshape(-1), axis=0), "batch", "activation_embed")
+        rope = rotary_angles(position_ids, c.head_dim, c.rope_theta, c.rope_scaling)
         bias = visibility_bias(visibility, caches)
-        block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
         layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
+            _remat(Block, c),
+            variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_hidden_layers,

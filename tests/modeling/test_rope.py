@@ -53,3 +53,13 @@ def test_angles_are_float32_for_far_positions():
     """In bfloat16, positions beyond 256 would run into one another."""
     cos, _ = rotary_angles(jnp.asarray([[100_000, 100_001]]), 4, 10_000.0)
     np.testing.assert_allclose(cos[0, :, 0, 0], np.cos([100_000.0, 100_001.0]), atol=1e-3)
+
+
+def test_scaling_interpolates_positions():
+    """With a factor of 4, position 4 n has the angles position n had."""
+    positions = jnp.arange(12)[None]
+    plain, stretched = rotary_angles(positions, 8, 10_000.0), rotary_angles(4 * positions, 8, 10_000.0, 4.0)
+    for ours, theirs in zip(stretched, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    between = rotary_angles(positions, 8, 10_000.0, 4.0)[0]
+    np.testing.assert_allclose(between[0, 2, 0, 0], np.cos(0.5), atol=1e-6)

@@ -174,7 +174,10 @@ def test_parameter_names_and_shapes(tied):
         "layers/mlp/up_proj/kernel": (2, 32, 48),
         "layers/mlp/down_proj/kernel": (2, 48, 32),
     } | ({} if tied else {"lm_head/kernel": (32, 40)})
-    for switches in ({}, {"remat": "full"}, {"scan_unroll": 2}, {"remat": "full", "scan_unroll": 2}):
+    for switches in (
+        {}, {"remat": "full"}, {"remat": "minimal"}, {"remat": "q_proj,attention"}, {"scan_unroll": 2},
+        {"remat": "full", "scan_unroll": 2},
+    ):  # fmt: skip
         params = jax.eval_shape(functools.partial(init.__wrapped__, dataclasses.replace(config, **switches)))
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
@@ -196,10 +199,39 @@ def test_remat_and_unrolling_change_no_gradient():
 
     expected = gradients()
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected))
-    for switches in ({"remat": "full"}, {"scan_unroll": 2}):
+    for switches in ({"remat": "full"}, {"remat": "minimal"}, {"remat": "attention,v_proj"}, {"scan_unroll": 2}):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients(**switches), expected
         )
+
+
+def test_remat_keeps_what_it_names():
+    """What the forward pass hands to the backward pass, counted in the layers' stacked activations by their widths."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=2)
+    params, (tokens, position_ids) = init(config), random_tokens(3, 2, 10)
+
+    def kept(remat):
+        module = Transformer(dataclasses.replace(config, remat=remat))
+        _, pullback = jax.eval_shape(
+            lambda params: jax.vjp(lambda p: module.apply({"params": p}, tokens, position_ids), params), params
+        )
+        # One leaf for each activation of the 2 layers and 20 tokens, whatever its shape beyond these.
+        stacked = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[0] == 2 and leaf.size % 40 == 0]
+        return sorted(leaf.size // 40 for leaf in stacked if leaf.shape[1] in (2, 20))
+
+    full, minimal, none = kept("full"), kept("minimal"), kept("none")
+    assert full == [32]  # each layer's input
+    assert kept("attention") == [32, 32]
+    assert kept("up_proj,attention") == [32, 32, 48]
+    assert sum(full) < sum(minimal) < sum(none)
+    assert minimal.count(48) == 2  # gate and up; activations of the attention's products have widths 32 and 16
+
+
+def test_rope_scaling_reads_a_longer_text_at_shorter_positions():
+    params, (tokens, position_ids) = init(CONFIG), random_tokens(7, 2, 8)
+    stretched = dataclasses.replace(CONFIG, rope_scaling=2.0)
+    got = forward(stretched, params, tokens, 2 * position_ids)
+    np.testing.assert_allclose(got, forward(CONFIG, params, tokens, position_ids), atol=1e-5)
 
 
 def test_layers_are_initialised_differently_and_as_configured():
