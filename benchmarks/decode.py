@@ -38,9 +38,9 @@ from refusion_jax import ConfigError, DecodeConfig, ModelConfig, command_line
 from refusion_jax.config import to_dict
 from refusion_jax.decoding import Statistics, autoregressive, batching
 from refusion_jax.decoding.kv_cache import empty_cache
+from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.modeling import Transformer
-from refusion_jax.training.checkpoint import write_json
 
 MODELS = ("reference", "100m")
 FLAGS = flags.FlagValues()

@@ -25,9 +25,10 @@ import refusion_jax as rf
 from benchmarks import common
 from refusion_jax import Config, DecodeConfig, command_line
 from refusion_jax.decoding.autoregressive import decode_autoregressive
+from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, write_json
 from refusion_jax.training.loop import train
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("checkpoint", "runs/infilling", "Run directory; trained there if need be.", flag_values=FLAGS)

@@ -33,13 +33,15 @@ from benchmarks.common import of, spread
 from refusion_jax import command_line
 from refusion_jax.config import Config, ModelConfig, to_dict
 from refusion_jax.data import Dataset, iterate, load_dataset, make_batches
+from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import batch_sharding, make_mesh
 from refusion_jax.slots import batch_from_arrays
-from refusion_jax.training.checkpoint import write_json
+from refusion_jax.training.flops import flops_per_token
 from refusion_jax.training.loop import resolve
-from refusion_jax.training.state import init_state, make_optimizer
+from refusion_jax.training.optimizer import make_optimizer
+from refusion_jax.training.state import init_state
 from refusion_jax.training.step import Metrics, make_train_step
 
 FLAGS = flags.FlagValues()
@@ -94,12 +96,22 @@ class Trainer:
     def __init__(self, config: Config, dataset: Dataset):
         self._mesh = make_mesh(config.mesh)
         module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, config.train.steps)
-        self._state, shardings = init_state(module, optimizer, config.train.seed, self._mesh)
+        self._state, shardings = init_state(module, optimizer, config.train.seed, self._mesh, config.lora)
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self._state.params))
-        self._train_step = make_train_step(module, optimizer, config.slots, self._mesh, shardings)
+        self._train_step = make_train_step(
+            module,
+            optimizer,
+            config.slots,
+            self._mesh,
+            shardings,
+            accumulate_steps=config.train.accumulate_steps,
+            loss_chunk=config.train.loss_chunk,
+            lora=config.lora,
+        )
         self._seed = jnp.int32(config.train.seed)
         batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
-        self._reader = iterate(batches, 0, read_threads=config.data.read_threads, prefetch=config.data.prefetch)
+        data = config.data
+        self._reader = iterate(batches, 0, read_threads=data.read_threads, prefetch=data.prefetch, workers=data.workers)
         began = time.perf_counter()
         self.measure(0)
         self.compile_seconds = time.perf_counter() - began
@@ -151,17 +163,6 @@ def yardstick_model(model: ModelConfig) -> dict[str, Any]:
         "pad_token_id",
     )  # fmt: skip
     return {name: getattr(model, name) for name in names}
-
-
-def flops_per_token(model: ModelConfig, row_length: int) -> int:
-    """FLOPs of forward and backward per token: 6 for each parameter of a matrix product, the output embedding's
-    included, and `12 * layers * heads * head_dim * row_length` for attention, which computes every pair of a row.
-    """
-    query_width, kv_width = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    attention = 2 * model.hidden_size * (query_width + kv_width)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    parameters = model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
-    return 6 * parameters + 12 * model.num_hidden_layers * query_width * row_length
 
 
 def matmul_rate(shape: tuple[int, int, int], dtype: str, seconds: float = 0.25) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer
@@ -40,7 +41,8 @@ from refusion_jax.prompts import (
     is_whole,
     prepare_prompt,
 )
-from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, TOKENIZER_NAME, read_run_config, restore_params
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, TOKENIZER_NAME, read_run_config
+from refusion_jax.training.weights import run_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +70,12 @@ def load(path: str | Path) -> Model:
     Raises:
       CheckpointError: when there is no such directory or it does not hold a usable model.
     """
-    directory = Path(path)
+    directory = epath.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")
     if (directory / CHECKPOINTS_NAME).is_dir() or (directory / TOKENIZER_NAME).is_dir():
         run = read_run_config(directory)
-        params = restore_params(directory, run.model)
+        params = run_params(directory, run)
         run_tokenizer = _load_tokenizer(directory / TOKENIZER_NAME)
         return Model(run.model, Transformer(run.model), params, run_tokenizer, run.decode)
     config = read_model_config(directory)
@@ -81,7 +83,7 @@ def load(path: str | Path) -> Model:
     return Model(config, Transformer(config), read_params(directory, config), tokenizer, DecodeConfig())
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def _load_tokenizer(path: epath.Path) -> Tokenizer:
     try:
         return Tokenizer.load(path)
     except DataError as error:
@@ -108,8 +110,8 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
         )
     if bool(jnp.any((tokens < 0) | (tokens >= model.config.vocab_size))):
         raise ConfigError(f"tokens must lie in [0, {model.config.vocab_size}), the vocabulary.")
-    if bool(jnp.any((position_ids < 0) | (position_ids >= model.config.max_position_embeddings))):
-        raise ConfigError(f"position_ids must lie in [0, {model.config.max_position_embeddings}), the model's maximum.")
+    if bool(jnp.any((position_ids < 0) | (position_ids >= model.config.context_length))):
+        raise ConfigError(f"position_ids must lie in [0, {model.config.context_length}), the model's maximum.")
     return _logits(model.module, model.params, tokens, position_ids)
 
 
@@ -177,7 +179,7 @@ def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int
         raise ConfigError(f"prefix is {_brief(prefix)}; give a text or a list of token IDs.")
     tokens = encode(model.tokenizer, prefix)
     check_tokens(tokens, "Prefix token", model.config)
-    most = model.config.max_position_embeddings
+    most = model.config.context_length
     if len(tokens) >= most:
         raise ConfigError(f"The prefix has {len(tokens)} tokens, which leaves no room in {most} positions; shorten it.")
     return tokens
@@ -243,8 +245,8 @@ def generate_stream(
     prefix_tokens = _encode_prefix(model, prefix)
     _check_num_samples(num_samples)
     for name, length in (("prompt_length", prompt_length), ("response_length", response_length)):
-        if not is_whole(length) or not 0 <= length <= model.config.max_position_embeddings:
-            most = model.config.max_position_embeddings
+        if not is_whole(length) or not 0 <= length <= model.config.context_length:
+            most = model.config.context_length
             raise ConfigError(
                 f"{name} is {length!r}; it must be a whole number of at most {most}, the model's maximum."
             )

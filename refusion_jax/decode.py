@@ -45,9 +45,16 @@ from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.files import fingerprint
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.processes import Interrupted, Process, Signals, join_processes, wait_for_all
+from refusion_jax.processes import (
+    Interrupted,
+    Process,
+    Signals,
+    define_processes,
+    join_processes,
+    wait_for_all,
+)
 from refusion_jax.prompt_files import SEED_LIMIT, Line, Reader, Scan, open_input, scan_file
-from refusion_jax.training.checkpoint import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
 PLAIN_PROGRESS_SECONDS = 10.0
 
@@ -95,9 +102,7 @@ flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=
 flags.DEFINE_enum(
     "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
 )
-flags.DEFINE_integer("num_processes", None, "How many processes share the input.", lower_bound=1, flag_values=FLAGS)
-flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", lower_bound=0, flag_values=FLAGS)
-flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, for all of them.", flag_values=FLAGS)
+define_processes(FLAGS)
 
 _DEFINE: dict[Any, Callable[..., Any]] = {
     str: flags.DEFINE_string,

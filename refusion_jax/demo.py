@@ -22,9 +22,10 @@ from refusion_jax.config import ConfigError, DecodeConfig
 from refusion_jax.data import Example
 from refusion_jax.data.synthetic import TASKS, held_out_examples, task_of
 from refusion_jax.decoding import Generation
+from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.training.checkpoint import read_run_config, write_json
 from refusion_jax.training.loop import SUMMARY_NAME
+from refusion_jax.training.run_directory import read_run_config
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("checkpoint", "runs/demo", "Run directory of a model trained on them.", flag_values=FLAGS)

@@ -2,25 +2,40 @@
 
 import contextlib
 import hashlib
+import io
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from etils import epath
 
 # Of larger files a fingerprint reads this many blocks: weights trained on differ nearly everywhere.
 _SAMPLED_BLOCKS = 64
 _BLOCK = 16 * 1024
 
 
+def is_remote(path: os.PathLike[str] | str) -> bool:
+    """Whether a path is in object storage, gs://bucket/name, rather than on disk."""
+    return "://" in os.fspath(path)
+
+
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: os.PathLike[str]) -> Iterator[BinaryIO]:
     """Writes a file under a temporary name in the same directory and renames it: readers never meet half a file.
 
     The bytes are on disk before the name is. When the block raises, the temporary file goes and `path` stays as it was.
+    A path such as gs://bucket/name is written in one piece, which there appears as a whole.
 
     Raises:
       OSError: when it cannot be written.
     """
+    if is_remote(path):
+        buffer = io.BytesIO()
+        yield buffer
+        epath.Path(path).write_bytes(buffer.getvalue())
+        return
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(target.name + ".tmp")
     try:
@@ -54,21 +69,34 @@ def read_lines(file: BinaryIO, limit: int, digest: Any = None) -> Iterator[tuple
         yield number, None if is_long else line
 
 
-def fingerprint(paths: Iterable[Path], root: Path) -> str:
+def fingerprint(paths: Iterable[Path], root: Path, whole: int = _SAMPLED_BLOCKS * _BLOCK) -> str:
     """A hash over files below `root`: their names, their sizes, and their content, of large files a sample.
+
+    Args:
+      paths: files; those of `etils.epath` may lie on `gs://`.
+      root: directory that all are in.
+      whole: most bytes of a file that is read whole.
 
     Raises:
       OSError: when one cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(paths):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(root).as_posix()}\n{size}\n".encode("utf-8", "surrogateescape"))
         with path.open("rb") as file:
-            if size <= _SAMPLED_BLOCKS * _BLOCK:
-                digest.update(file.read())
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            digest.update(f"{path.relative_to(root).as_posix()}\n{size}\n".encode("utf-8", "surrogateescape"))
+            if size <= max(whole, _SAMPLED_BLOCKS * _BLOCK):
+                while block := file.read(64 * _BLOCK):
+                    digest.update(block)
                 continue
-            for block in range(_SAMPLED_BLOCKS):
-                file.seek((size - _BLOCK) * block // (_SAMPLED_BLOCKS - 1))
+            for number in range(_SAMPLED_BLOCKS):
+                file.seek((size - _BLOCK) * number // (_SAMPLED_BLOCKS - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
+
+
+def write_json(path: os.PathLike[str], value: Any) -> None:
+    """Writes `value` under a temporary name, then renames: a reader never meets half a file."""
+    with replace_file(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())

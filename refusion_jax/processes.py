@@ -1,19 +1,32 @@
-"""Being one of several processes, and being interrupted."""
+"""Being one of several processes, failing together, and being interrupted."""
 
+import contextlib
 import dataclasses
+import glob
+import importlib.util
+import os
 import signal
+import sys
 import threading
+import time
+import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
+from jax._src import distributed  # the only way to the processes' shared keys and values
 from orbax.checkpoint import multihost
 
 from refusion_jax.config import ConfigError
 
 _SHUTDOWN_SECONDS = 30
+_FAULT_KEY = "refusion_jax/fault"
+_FAULT_WAIT_SECONDS = 5.0  # for the others to have read it
+_POLL_SECONDS = 0.5
+_SERVICE_SECONDS = 2.0  # process 0 has the service; those that lose it before they end are aborted
 _BARRIER_MILLISECONDS = 30 * 24 * 3600 * 1000  # shares may take days and finish far apart
 
 
@@ -81,12 +94,29 @@ class Process:
 ALONE = Process()
 
 
+def define_processes(flag_values: flags.FlagValues) -> None:
+    """Defines the flags that `join_processes` reads."""
+    flags.DEFINE_integer(
+        "num_processes", None, "How many processes work together.", lower_bound=1, flag_values=flag_values
+    )
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", lower_bound=0, flag_values=flag_values)
+    flags.DEFINE_string(
+        "coordinator_address", None, "HOST:PORT of process 0, for all of them.", flag_values=flag_values
+    )
+
+
 def join_processes(args: flags.FlagValues) -> Process:
-    """Connects to the other processes; for before anything else uses JAX."""
+    """Connects to the other processes; for before anything else uses JAX.
+
+    Without flags it connects to those that a TPU pod, Slurm or Open MPI started together.
+
+    Raises:
+      ConfigError: for flags that do not fit each other.
+    """
     names = ("num_processes", "process_id", "coordinator_address")
     given = [name for name in names if args[name].value is not None]
     if not given:
-        return ALONE
+        return _join_cluster() if _in_cluster() else ALONE
     if len(given) < len(names):
         missing = next(name for name in names if name not in given)
         raise ConfigError(f"--{given[0]} is given without --{missing}; processes that share the input need all three.")
@@ -108,6 +138,74 @@ def join_processes(args: flags.FlagValues) -> Process:
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
     return Process(args.process_id, args.num_processes)
+
+
+def _in_cluster() -> bool:
+    """Whether something started several processes together, or might have: a TPU host cannot tell without asking."""
+    tasks = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    on_tpu = bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
+    return any(number.isdecimal() and int(number) > 1 for number in tasks) or (
+        on_tpu and importlib.util.find_spec("libtpu") is not None
+    )
+
+
+def _join_cluster() -> Process:
+    jax.distributed.initialize()
+    return Process(jax.process_index(), jax.process_count())
+
+
+@contextlib.contextmanager
+def failing_together(process: Process) -> Iterator[None]:
+    """Ends all processes when one fails in the block, each with that one's error, instead of waiting for it forever.
+
+    The process that fails ends with status 2 for bad input, 130 when it is interrupted, else 1; the others with 2.
+    """
+    if process.count == 1:
+        yield
+        return
+    watch = threading.Thread(target=_watch_for_fault, args=(process,), daemon=True)
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if not ours:
+            traceback.print_exc()
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        # Another process may have failed first, and ended the service.
+        with contextlib.suppress(Exception):
+            client: Any = distributed.global_state.client
+            client.key_value_set(_FAULT_KEY, f"{process.id} {sentence}")
+            deadline = time.monotonic() + _FAULT_WAIT_SECONDS
+            while len(client.key_value_dir_get(f"{_FAULT_KEY}_read/")) < process.count - 1:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_SECONDS / 5)
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        # Not `sys.exit`: at the interpreter's end JAX would wait for processes that are gone.
+        os._exit(2 if ours else 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _watch_for_fault(process: Process) -> None:
+    """Ends this process as soon as another has failed."""
+    while True:
+        time.sleep(_POLL_SECONDS)
+        try:
+            client = distributed.global_state.client
+            if client is None:
+                return
+            found = client.key_value_try_get(_FAULT_KEY)
+        except Exception:  # there is none, or no service any more
+            continue
+        culprit, _, sentence = found.partition(" ")
+        if int(culprit) == process.id:
+            return
+        print(f"error: process {culprit} of {process.count} failed: {sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            client.key_value_set(f"{_FAULT_KEY}_read/{process.id}", "1")
+        if process.id == 0:
+            time.sleep(_SERVICE_SECONDS)
+        os._exit(2)
 
 
 def wait_for_all(process: Process, name: str) -> None:

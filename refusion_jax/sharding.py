@@ -131,7 +131,7 @@ def put_batch(local: Any, mesh: Mesh, rows: int) -> Any:
     sharding, there = batch_sharding(mesh), local_rows(mesh, rows)
 
     def put(array: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             first, stop, _ = index[0].indices(rows)
             return array[np.searchsorted(there, first) : np.searchsorted(there, stop)]
 
@@ -164,3 +164,8 @@ def constrain(array: jax.Array, *axes: str | None) -> jax.Array:
         return array
     spec = nn.logical_to_mesh_axes(axes, RULES)
     return jax.lax.with_sharding_constraint(array, spec)
+
+
+def constrain_whole(tree: Any) -> Any:
+    """Asks the compiler for every array of `tree` whole on every device, so that any process can read it."""
+    return jax.tree.map(lambda array: constrain(array, *[None] * array.ndim), tree)

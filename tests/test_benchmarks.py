@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, train, yardstick
+from benchmarks import common, decode, loss, train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
 from refusion_jax.modeling import Transformer
 
@@ -181,3 +182,35 @@ def test_unusable_batch_sizes(sizes):
 def test_unknown_models():
     with pytest.raises(ConfigError, match="'7b'; the models are reference, 100m"):
         decode.parse_models(["reference", "7b"])
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def loss_inputs(**settings):
+    given = {"positions": 12, "width": 8, "vocabulary": 20, "targets": 0.5, "dtype": "float32"} | settings
+    return loss.make_inputs(SimpleNamespace(**given))
+
+
+def test_versions_of_the_loss_agree():
+    inputs = loss_inputs()
+    plain, chunked = loss.compile_version("plain", loss.plain_loss, inputs), loss.chunked_loss(5)
+    value, gradients = plain.compiled(*inputs)
+    got, ours = loss.compile_version("chunk 5", chunked, inputs).compiled(*inputs)
+    assert float(value) > 0.1
+    assert float(got) == pytest.approx(float(value), rel=1e-5)
+    for a, b in zip(ours, gradients, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_times_are_compared_within_rounds():
+    plain, ours = loss.Version("plain", None, 4000, [1.0, 3.0]), loss.Version("chunk 5", None, 500, [0.5, 3.0])
+    row = loss.figures(ours, plain, logits_bytes=2000)
+    assert row["time_to_plain"] == {"median": 0.75, "min": 0.5, "max": 1.0}
+    assert row["share_of_logits"] == 0.25
+
+
+def test_unusable_chunks():
+    with pytest.raises(ConfigError, match="--chunks holds '-1'"):
+        loss.parse_chunks(["0", "-1"])
+    assert loss.parse_chunks(["0", "64"]) == [0, 64]

@@ -32,8 +32,9 @@ from refusion_jax.sharding import (
     tree_shardings,
 )
 from refusion_jax.slots import Batch
-from refusion_jax.training.checkpoint import Checkpoints
-from refusion_jax.training.state import init_state, make_optimizer
+from refusion_jax.training.checkpoint import About, Checkpoints
+from refusion_jax.training.optimizer import make_optimizer
+from refusion_jax.training.state import init_state
 from refusion_jax.training.step import make_train_step
 
 STEPS, DEVICES = 20, 8
@@ -97,7 +98,7 @@ class Run:
 
     def restored_norm(self, workdir):
         """Continues what `workdir` holds, as far as the mesh goes."""
-        checkpoints = Checkpoints(workdir, CheckpointConfig())
+        checkpoints = Checkpoints(workdir, CheckpointConfig(), About({"model": {}}, "", b""))
         restored = checkpoints.restore(self.state)
         checkpoints.close()
         assert restored.step == STEPS
@@ -183,9 +184,10 @@ def test_batches_are_split_over_data_and_fsdp(name, results_of):
 
 @each_mesh
 def test_the_step_constrains_activations(name, results_of):
-    """The embedded tokens, and in the scanned layer query, key, value, the inner width and the residual stream twice;
-    each again for its gradient."""
-    assert results_of(name)["constraints"] == 14
+    """The embedding and the embedded tokens, and in the scanned layer query, key, value, the inner width and the
+    residual stream twice, each again for its gradient; and the output embedding, gathered once for the loss.
+    """
+    assert results_of(name)["constraints"] == 17
 
 
 def test_a_checkpoint_of_one_mesh_continues_on_another(results_of):
@@ -294,7 +296,7 @@ def main(root, names):
         found = {"initial_norm": norm(run.state), "restored_norm": run.restored_norm(root) if results else None}
         results[name] = found | run.results() | {"norm": norm(run.state)}
         if len(results) == 1:
-            checkpoints = Checkpoints(root, CheckpointConfig())
+            checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": {}}, "", b""))
             checkpoints.save(run.state)
             checkpoints.close()
     (root / "results.json").write_text(json.dumps(results))

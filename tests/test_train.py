@@ -14,12 +14,9 @@ def run(tiny_config, tmp_path, monkeypatch, capsys):
     """Runs the command with the tiny run's configuration as preset: (exit status, stdout, stderr)."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
     preset = tmp_path / "preset.py"
-    imports = (
-        "CheckpointConfig, Config, DataConfig, DecodeConfig, MeshConfig, ModelConfig, OptimizerConfig, SlotsConfig"
-    )
     preset.write_text(
         "from refusion_jax.command_line import config_dict\n"
-        f"from refusion_jax.config import {imports}, TrainConfig\n"
+        "from refusion_jax.config import *\n"
         f"def get_config():\n    return config_dict({tiny_config!r})\n"
     )
 
@@ -48,7 +45,7 @@ def test_the_configuration_and_directory_reach_the_loop(run, tiny_run, tmp_path)
         (["--config.data.max_length=8"], "None of the 300 examples can be used"),
         (["--config.model.vocab_size=20"], "model.vocab_size is 20, too small for the tokenizer's"),
         (["--config.train.seed=2147483648"], "train.seed is 2147483648; it must be below 2**31."),
-        (["--config.mesh.fsdp=3"], "mesh.data 1 x mesh.fsdp 3 does not make 1 devices"),
+        (["--config.mesh.fsdp=3"], "mesh.data 1 x mesh.fsdp 3 x mesh.tensor 1 does not make 1 devices"),
         (["--config.optimizer.warmup_steps=500"], "optimizer.warmup_steps is 500, more than train.steps (20)"),
     ],
 )

@@ -149,9 +149,9 @@ def prepare_layout(
     if len(set(suppressed_ids(config, model))) == model.vocab_size:
         raise ConfigError(f"All {model.vocab_size} tokens are suppressed; leave at least one out of suppress_ids.")
     try:
-        return lay_out(prompt, config, model.max_position_embeddings - prefix_length)
+        return lay_out(prompt, config, model.context_length - prefix_length)
     except ConfigError as error:
-        prefix = f" The shared prefix takes {prefix_length} of the model's {model.max_position_embeddings} positions."
+        prefix = f" The shared prefix takes {prefix_length} of the model's {model.context_length} positions."
         raise ConfigError(f"{error}{prefix if prefix_length else ''}") from None
 
 

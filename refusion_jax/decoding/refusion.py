@@ -28,6 +28,7 @@ from refusion_jax.decoding.kv_cache import commit, empty_cache, write_prompts
 from refusion_jax.decoding.rules import DEFAULT_RULES, Rules, Verification
 from refusion_jax.decoding.sampling import Reading, filter_logits, gumbel_noise, read_logits, suppress
 from refusion_jax.modeling import ALL_GROUPS, KVCache, Packing, Transformer, Visibility
+from refusion_jax.sharding import constrain_whole
 
 STEP, INFILL_DRAFT, INFILL_VERIFY = 0, 1, 2
 
@@ -609,4 +610,6 @@ def decode_loop(
         return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state), work
 
     none = jnp.zeros((), jnp.int32)
-    return jax.lax.while_loop(goes_on, iterate, (state, Work(none, none, none, none)))
+    state, work = jax.lax.while_loop(goes_on, iterate, (state, Work(none, none, none, none)))
+    # The host reads all but the buffer, also where the parameters are split over several processes.
+    return constrain_whole(state.replace(cache=None)).replace(cache=state.cache), constrain_whole(work)

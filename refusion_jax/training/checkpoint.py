@@ -1,177 +1,207 @@
-"""Run directories and their Orbax checkpoints.
+"""A run's Orbax checkpoints: everything it needs to go on as if nothing had happened.
 
-A run directory holds `config.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` and `tokenizer/`. A checkpoint
-keeps parameters and the rest of the training state as two items, so that decoding reads the parameters alone.
+    params      what is trained; decoding reads this alone
+    rest        the step and the optimizer's state
+    about       JSON: step, configuration, tokenizer and what the data was; the batch of a step and its random draws
+                follow from these alone
+    files.json  size and checksum of every file, written once the checkpoint is whole
+
+One whose files are not what `files.json` says is damaged: it is moved to `damaged/` and the newest whole one is used.
 """
 
-import json
-from pathlib import Path
+import base64
+import contextlib
+import dataclasses
+import operator
+import threading
+from collections.abc import Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from refusion_jax.config import CheckpointConfig, Config, ConfigError, ModelConfig, from_dict, join_some, to_dict
-from refusion_jax.files import replace_file
+from refusion_jax.config import LESS_IS_BETTER, CheckpointConfig, join_some
 from refusion_jax.huggingface import CheckpointError
-from refusion_jax.modeling import Transformer
+from refusion_jax.training.integrity import (
+    absolute,
+    seal_all,
+    set_aside,
+    set_damaged_aside,
+    warn,
+)
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, differences
 from refusion_jax.training.state import TrainState
+from refusion_jax.training.weights import check_shapes
 
-CONFIG_NAME = "config.json"
-CHECKPOINTS_NAME = "checkpoints"
-TOKENIZER_NAME = "tokenizer"
-
-
-class WorkdirError(ValueError):
-    """A work directory that cannot be used for this run."""
+DAMAGED_NAME = "damaged"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` under a temporary name, then renames: a reader never meets half a file."""
-    with replace_file(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself, besides its step."""
 
-
-def claim_workdir(workdir: Path, config: Config) -> None:
-    """Creates the run directory and saves the resolved configuration in it, or checks the one it holds.
-
-    Raises:
-      WorkdirError: when it holds a different configuration (naming the fields), or is not a directory one can write to.
-    """
-    path = workdir / CONFIG_NAME
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_json(path, to_dict(config))
-            return
-        saved = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise WorkdirError(f"{workdir} cannot be used as a work directory: {error}.") from error
-    differences = _differences(saved, to_dict(config))
-    if differences:
-        shown = join_some(differences, 3)
-        raise WorkdirError(
-            f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
-            "it."
-        )
-
-
-def _differences(saved: Any, wanted: Any, name: str = "") -> list[str]:
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        fields = sorted(saved.keys() | wanted.keys())
-        return [
-            difference
-            for field in fields
-            for difference in _differences(saved.get(field), wanted.get(field), f"{name}.{field}" if name else field)
-        ]
-    return [] if saved == wanted else [f"{name} is {saved!r} there and {wanted!r} here"]
-
-
-def read_run_config(workdir: Path) -> Config:
-    """The resolved configuration of a run directory.
-
-    Raises:
-      CheckpointError: when it is missing or cannot be read.
-    """
-    path = workdir / CONFIG_NAME
-    try:
-        return from_dict(Config, json.loads(path.read_text()))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); a run directory has one.") from error
-    except (json.JSONDecodeError, ConfigError) as error:
-        raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error
+    config: dict[str, Any]
+    data_fingerprint: str
+    tokenizer: bytes
 
 
 class Checkpoints:
-    """The checkpoints of a run; the newest `keep` stay. Saving happens in the background until `close`."""
+    """The checkpoints of a run. Saving happens in the background until `close`.
 
-    def __init__(self, workdir: Path, config: CheckpointConfig):
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager((workdir / CHECKPOINTS_NAME).absolute(), options=options)
+    Args:
+      workdir: the run directory.
+      config: which checkpoints stay.
+      about: what every checkpoint of this run says of itself.
+    """
 
-    def save(self, state: TrainState) -> None:
-        """Saves a state under its step."""
-        rest = {"step": state.step, "opt_state": state.opt_state}
-        items = ocp.args.Composite(params=ocp.args.StandardSave(state.params), rest=ocp.args.StandardSave(rest))
-        self._manager.save(int(state.step), args=items)
+    def __init__(self, workdir: epath.Path, config: CheckpointConfig, about: About):
+        self._config, self._about = config, about
+        self._directory = absolute(workdir) / CHECKPOINTS_NAME
+        self._damaged = self._directory.parent / DAMAGED_NAME
+        self._sealing: threading.Thread | None = None
+        set_damaged_aside(self._directory, self._damaged)
+        policies: list[Any] = [preservation_policy.LatestN(config.keep)]
+        if config.keep_every:
+            policies.append(preservation_policy.EveryNSteps(config.keep_every))
+        if config.keep_best:
+            best = preservation_policy.BestN(
+                get_metric_fn=operator.itemgetter(config.best_metric),
+                reverse=config.best_metric in LESS_IS_BETTER,
+                n=config.keep_best,
+                keep_checkpoints_without_metrics=False,
+            )
+            policies.append(best)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
+        """Saves a state under its step; a step that is saved already stays as it is.
+
+        Args:
+          state: what to save.
+          metrics: the evaluation of this very step, if there was one.
+
+        Raises:
+          CheckpointError: when it, or the one before, cannot be written; earlier ones are whole.
+        """
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        with _writing(self._directory):
+            self._manager.wait_until_finished()
+            self._seal_in_background()
+            about = dataclasses.asdict(self._about) | {
+                "step": step,
+                "tokenizer": base64.b64encode(self._about.tokenizer).decode(),
+            }
+            items = {
+                "params": ocp.args.StandardSave(state.params),
+                "rest": ocp.args.StandardSave(_rest(state)),
+                "about": ocp.args.JsonSave(about),
+            }
+            best = self._config.best_metric
+            known = {best: metrics[best]} if self._config.keep_best and metrics and best in metrics else None
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=known)
+
+    def check(self) -> None:
+        """Raises what went wrong in the background.
+
+        Raises:
+          CheckpointError: when a checkpoint could not be written.
+        """
+        with _writing(self._directory):
+            self._manager.check_for_errors()
 
     def restore(self, state: TrainState) -> TrainState:
         """The newest saved state, placed like `state`; `state` itself when there is none.
 
         Raises:
-          CheckpointError: when the checkpoint does not fit the state.
+          CheckpointError: when the checkpoint is of another model or of other data, or when none can be read.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return state
-        rest = {"step": state.step, "opt_state": state.opt_state}
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.params, rest))
-        items = ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract[0]), rest=ocp.args.StandardRestore(abstract[1])
-        )
-        try:
-            restored = self._manager.restore(step, args=items)
-        except (ValueError, KeyError, OSError) as error:
-            raise CheckpointError(f"Checkpoint {step} of {self._manager.directory} cannot be read: {error}") from error
-        return TrainState(restored.rest["step"], restored.params, restored.rest["opt_state"])
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            where = f"Checkpoint {step} of {self._directory}"
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.params, _rest(state)))
+            arguments = dict(zip(("params", "rest"), map(ocp.args.StandardRestore, abstract), strict=True))
+            try:
+                about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+                self._check_model(about, where)
+                for item, wanted in zip(arguments, abstract, strict=True):
+                    saved = ocp.StandardCheckpointHandler().metadata(self._directory / str(step) / item)
+                    check_shapes(saved, wanted, where)
+                restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+            except CheckpointError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                if jax.process_count() > 1:  # what others have read of it nobody knows
+                    raise CheckpointError(f"{where} cannot be read: {error}; move it away to use an older.") from error
+                warn(f"{where} cannot be read ({_first_line(error)}); trying the one before.")
+                continue
+            self._check_data(about, where)
+            for skipped in steps[: steps.index(step)]:
+                set_aside(self._directory, self._damaged, skipped)
+            self._manager.reload()
+            return state.replace(params=restored.params, **restored.rest)
+        if steps:
+            raise CheckpointError(f"None of the checkpoints in {self._directory} can be read; move them away to begin.")
+        return state
+
+    def _check_model(self, about: dict[str, Any], where: str) -> None:
+        different = differences(about["config"]["model"], self._about.config["model"], "model")
+        if different:
+            raise CheckpointError(f"{where} is of another architecture: {join_some(different, 3)}.")
+
+    def _check_data(self, about: dict[str, Any], where: str) -> None:
+        same = about["data_fingerprint"] == self._about.data_fingerprint
+        if not (same or self._config.accept_changed_data):
+            raise CheckpointError(
+                f"{where} was trained on other data: a file, the tokenizer or a setting that makes tokens has changed "
+                "since; restore what changed, or set checkpoint.accept_changed_data to go on with what is there."
+            )
+
+    def _seal_in_background(self) -> None:
+        if self._sealing is not None:
+            self._sealing.join()
+        if jax.process_index() == 0:
+            self._sealing = threading.Thread(target=seal_all, args=(self._directory,), daemon=True)
+            self._sealing.start()
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._manager.close()
+        """Waits until everything is on disk.
 
-
-def restore_params(workdir: Path, config: ModelConfig) -> Any:
-    """The parameters of a run's newest checkpoint, on the default device.
-
-    Raises:
-      CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
-    """
-    if config.vocab_size == 0:
-        raise CheckpointError(f"{workdir / CONFIG_NAME} is not that of a started run: model.vocab_size is 0.")
-    directory = (workdir / CHECKPOINTS_NAME).absolute()
-    nothing = f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
-    if not directory.is_dir():
-        raise CheckpointError(nothing)
-    options = ocp.CheckpointManagerOptions(create=False)
-    with ocp.CheckpointManager(directory, options=options) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise CheckpointError(nothing)
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nn.unbox(shapes)
-        )
+        Raises:
+          CheckpointError: when it cannot be written.
+        """
         try:
-            saved = ocp.StandardCheckpointHandler().metadata(directory / str(step) / "params")
-            _check_shapes(saved, abstract, f"Checkpoint {step} of {directory}")
-            return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
-        except CheckpointError:
-            raise
-        except (ValueError, KeyError, OSError, AttributeError) as error:
-            raise CheckpointError(f"Checkpoint {step} of {directory} cannot be read: {error}") from error
+            with _writing(self._directory):
+                self._manager.wait_until_finished()
+                self._seal_in_background()
+                if self._sealing is not None:
+                    self._sealing.join()
+        finally:
+            # Closing waits for what was saved, and would raise the same again.
+            with contextlib.suppress(Exception):
+                self._manager.close()
 
 
-def _check_shapes(saved: Any, wanted: Any, where: str) -> None:
-    """Compares names and shapes before anything is read.
+def _rest(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint saves besides the parameters."""
+    names = [field.name for field in dataclasses.fields(state) if field.name not in ("params", "base")]
+    return {name: getattr(state, name) for name in names}
 
-    Raises:
-      CheckpointError: naming every parameter that is missing, misshapen or unknown.
-    """
 
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
-    there, needed = shapes(getattr(saved, "tree", saved)), shapes(wanted)
-    problems = [f"{name} is missing (expected shape {shape})" for name, shape in needed.items() if name not in there]
-    problems += [
-        f"{name} has shape {there[name]}, not {shape}"
-        for name, shape in needed.items()
-        if name in there and there[name] != shape
-    ]
-    problems += [f"{name} is no part of the model" for name in there if name not in needed]
-    if problems:
-        raise CheckpointError(f"{where} does not match its config.json: {join_some(problems, 8)}.")
+
+@contextlib.contextmanager
+def _writing(directory: epath.Path) -> Iterator[None]:
+    """Says in one sentence what keeps a checkpoint from being written."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"A checkpoint cannot be written to {directory}: {_first_line(error)}.") from error

@@ -1,35 +1,49 @@
 """Held-out measurements during a run: loss under fixed draws, and exact match of decoded answers."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 
 from refusion_jax.config import Config, DecodeConfig
 from refusion_jax.data import Dataset, make_batches
 from refusion_jax.decoding import decode_prompts
 from refusion_jax.modeling import Transformer
-from refusion_jax.objectives import HybridLoss
+from refusion_jax.sharding import local_rows, put_batch
 from refusion_jax.slots import Batch, batch_from_arrays
+from refusion_jax.training.step import HeldOutSums
 
 EVAL_SEED = 0  # the same views at every evaluation, so that the curve is smooth
 
 
 def held_out_loss(
-    evaluate: Callable[[Any, Batch, jax.Array], HybridLoss], params: Any, dataset: Dataset, config: Config
+    evaluate: Callable[[Any, Batch, jax.Array], HeldOutSums], params: Any, dataset: Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Mean losses over the held-out examples, batches weighted by their number of examples."""
-    batches = make_batches(config.data, dataset.held_out, seed=EVAL_SEED, batch_size=config.train.batch_size)
-    totals, count = np.zeros(3), 0
+    """Mean losses over the held-out examples under `train.eval_draws` draws of each, the same at every evaluation.
+
+    Returns:
+      eval_ar_loss: mean over clean targets, in nats. eval_mdm_loss: mean over examples, as in training.
+      eval_loss: the weighted sum of both.
+      eval_mdm_bound: an upper bound on the responses' negative log-likelihood, in nats per token.
+    """
+    rows = config.train.batch_size
+    batches = make_batches(config.data, dataset.held_out, seed=EVAL_SEED, batch_size=rows, rows=local_rows(mesh, rows))
+    sums = dict.fromkeys((field.name for field in dataclasses.fields(HeldOutSums)), 0.0)
     for index in range(batches.batches_in_epoch(0)):
-        batch = batch_from_arrays(batches[index])
-        examples = int(np.sum(batch.response_lengths > 0))
-        loss = jax.device_get(evaluate(params, batch, jnp.int32(EVAL_SEED)))
-        totals += examples * np.array([loss.total, loss.ar, loss.mdm])
-        count += examples
-    return dict(zip(("eval_loss", "eval_ar_loss", "eval_mdm_loss"), (totals / count).tolist(), strict=True))
+        batch = put_batch(batch_from_arrays(batches[index]), mesh, rows)
+        for number in range(config.train.eval_draws):
+            found = jax.device_get(evaluate(params, batch, jnp.int32(EVAL_SEED + number)))
+            sums = {name: total + float(getattr(found, name)) for name, total in sums.items()}
+    ar, mdm = sums["ar"] / max(sums["ar_targets"], 1.0), sums["mdm"] / sums["examples"]
+    return {
+        "eval_loss": config.slots.ar_weight * ar + config.slots.mdm_weight * mdm,
+        "eval_ar_loss": ar,
+        "eval_mdm_loss": mdm,
+        "eval_mdm_bound": sums["bound"] / sums["tokens"],
+    }
 
 
 def held_out_answers(
@@ -37,13 +51,15 @@ def held_out_answers(
 ) -> dict[str, float]:
     """Exact match and tokens per forward, decoding the first `count` held-out prompts that fit the model.
 
+    Documents have no prompt and are left out.
+
     A response is right when it equals the example's token for token, EOS included; tokens are counted up to the first
     EOS.
     """
     prompts, golds = [], []
     for index in range(min(count, len(dataset.held_out))):
         prompt, gold = split_example(dataset, index)
-        if len(prompt) + config.rounded_length <= module.config.max_position_embeddings:
+        if prompt and len(prompt) + config.rounded_length <= module.config.max_position_embeddings:
             prompts.append(prompt)
             golds.append(gold)
     if not prompts:

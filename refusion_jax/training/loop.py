@@ -1,29 +1,43 @@
-"""A training run from configuration to checkpoint."""
+"""A training run from configuration to checkpoint, on one process or on all those of a pod."""
 
 import contextlib
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from refusion_jax.config import Config, ConfigError
+from refusion_jax.config import Config, ConfigError, to_dict
 from refusion_jax.data import Dataset, Tokenizer, iterate, load_dataset, make_batches
+from refusion_jax.files import write_json
 from refusion_jax.modeling import Transformer
-from refusion_jax.sharding import batch_sharding, check_mesh, make_mesh
+from refusion_jax.sharding import check_mesh, local_rows, make_mesh, put_batch
 from refusion_jax.slots import batch_from_arrays
-from refusion_jax.training.checkpoint import TOKENIZER_NAME, Checkpoints, claim_workdir, write_json
+from refusion_jax.training.checkpoint import About, Checkpoints
 from refusion_jax.training.evaluation import held_out_answers, held_out_loss
+from refusion_jax.training.flops import flops_per_token, peak_flops
+from refusion_jax.training.guard import StopRequest, Watchdog
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.state import TrainState, init_state, learning_rate_schedule, make_optimizer
+from refusion_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from refusion_jax.training.run_directory import TOKENIZER_NAME, claim_workdir
+from refusion_jax.training.state import TrainState, init_state
 from refusion_jax.training.step import Metrics, make_eval_loss, make_train_step
+from refusion_jax.training.weights import initial_params
 
 SUMMARY_NAME = "summary.json"
+PROFILE_NAME = "profile"
+
+
+class DivergedError(ValueError):
+    """Too many steps in a row whose loss or gradient was not finite."""
 
 
 def resolve(config: Config, tokenizer: Tokenizer) -> Config:
@@ -47,42 +61,88 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def train(config: Config, workdir: Path) -> None:
-    """Trains a model on all devices, or continues the run that `workdir` holds.
+def train(config: Config, workdir: os.PathLike[str] | str) -> None:
+    """Trains a model on all devices of all processes, or continues the run that `workdir` holds.
+
+    SIGTERM and Ctrl-C end it early, but not without a checkpoint; SIGTERM of any process ends all at the same step.
+
+    Args:
+      config: what to train, the same on every process.
+      workdir: the run directory, on disk or gs://bucket/name; the same for every process.
 
     Raises:
-      ConfigError, DataError, WorkdirError, CheckpointError: for input that cannot be used, before the first step.
+      ConfigError, DataError, WorkdirError, CheckpointError: for input that cannot be used, before the first step; the
+        latter two also when the disk is full later.
+      DivergedError: when too many steps in a row had a loss or gradient that was not finite.
+      KeyboardInterrupt: after Ctrl-C.
     """
-    began = time.perf_counter()
+    began, workdir = time.perf_counter(), epath.Path(workdir)
     mesh = make_mesh(config.mesh)
     check_mesh(mesh, config.model, config.train.batch_size)
-    tokenizer_path = workdir / TOKENIZER_NAME
-    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.exists() else None
-    dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=tokenizer)
+    dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=_given_tokenizer(config, workdir))
     config = resolve(config, dataset.tokenizer)
-    claim_workdir(workdir, config)
-    dataset.tokenizer.save(tokenizer_path)
+    _claim(workdir, config, dataset.tokenizer)
 
     module = Transformer(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
-    state, shardings = init_state(module, optimizer, config.train.seed, mesh)
-    checkpoints = Checkpoints(workdir, config.checkpoint)
-    try:
-        state = checkpoints.restore(state)
+    state, shardings = init_state(module, optimizer, config.train.seed, mesh, config.lora)
+    about = About(to_dict(config), dataset.fingerprint, dataset.tokenizer.model)
+    checkpoints = Checkpoints(workdir, config.checkpoint, about)
+    with contextlib.closing(checkpoints):
+        state = checkpoints.restore(_begin(config, state, shardings))
         if int(state.step) >= config.train.steps:
-            print(f"{workdir} has already been trained for {config.train.steps:,} steps.")
+            _say(f"{workdir} has already been trained for {config.train.steps:,} steps.")
             return
-        _announce(config, dataset, state)
+        _announce(config, dataset, mesh, state)
         run = _Run(config, workdir, dataset, module, mesh, checkpoints, began)
-        run.train_step = make_train_step(module, optimizer, config.slots, mesh, shardings)
-        run.eval_loss = make_eval_loss(module, config.slots, mesh, shardings)
+        run.train_step = make_train_step(
+            module,
+            optimizer,
+            config.slots,
+            mesh,
+            shardings,
+            accumulate_steps=config.train.accumulate_steps,
+            loss_chunk=config.train.loss_chunk,
+            lora=config.lora,
+        )
+        run.eval_loss = make_eval_loss(module, config.slots, mesh, shardings, loss_chunk=config.train.loss_chunk)
         with jax.set_mesh(mesh):
             run.train(state)
-    finally:
-        checkpoints.close()
 
 
-def _announce(config: Config, dataset: Dataset, state: TrainState) -> None:
+def _begin(config: Config, state: TrainState, shardings: Any) -> TrainState:
+    """The state with the weights that the run begins with, where it is told to."""
+    if not config.train.init_from:
+        return state
+    part = "base" if config.lora.rank else "params"
+    return state.replace(**{part: initial_params(config.train.init_from, config.model, getattr(shardings, part))})
+
+
+def _given_tokenizer(config: Config, workdir: epath.Path) -> Tokenizer | None:
+    """The tokenizer of a run that continues, or that a new one begins with."""
+    places = [workdir / TOKENIZER_NAME]
+    if config.train.init_from:
+        places += [epath.Path(config.train.init_from) / TOKENIZER_NAME, epath.Path(config.train.init_from)]
+    found = next((place for place in places if (place / "tokenizer.model").exists()), None)
+    return None if found is None else Tokenizer.load(found)
+
+
+def _claim(workdir: epath.Path, config: Config, tokenizer: Tokenizer) -> None:
+    """Makes the run directory, or checks the one that is there; one process writes, then all look."""
+    if jax.process_index() == 0:
+        claim_workdir(workdir, config)
+        tokenizer.save(workdir / TOKENIZER_NAME)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("refusion_jax.workdir")
+        claim_workdir(workdir, config)
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
+def _announce(config: Config, dataset: Dataset, mesh: Mesh, state: TrainState) -> None:
     """Prints what is about to be trained on what, with everything that was dropped."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     read, tokenized = dataset.counts.read, dataset.counts.train
@@ -93,13 +153,16 @@ def _announce(config: Config, dataset: Dataset, state: TrainState) -> None:
         "no tokens": tokenized.empty,
     }
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
-    print(f"Model: {parameters:,} parameters, vocabulary {config.model.vocab_size}, on {jax.device_count()} device(s).")
-    print(
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    where = f"{mesh.size} device(s)" + (f", {axes}" if mesh.size > 1 else "")
+    where += f", of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    _say(f"Model: {parameters:,} parameters, vocabulary {config.model.vocab_size}, on {where}.")
+    _say(
         f"Data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out examples, "
         f"{dataset.train.lengths.mean():.0f} tokens on average; dropped: {reasons or 'none'}."
     )
     if int(state.step):
-        print(f"Continuing from step {int(state.step):,}.")
+        _say(f"Continuing from step {int(state.step):,}.")
 
 
 @dataclasses.dataclass
@@ -109,6 +172,9 @@ class _Interval:
     seconds: float = 0.0
     waited: float = 0.0
     tokens: int = 0
+
+    def __add__(self, other: "_Interval") -> "_Interval":
+        return _Interval(self.seconds + other.seconds, self.waited + other.waited, self.tokens + other.tokens)
 
 
 class _Run:
@@ -120,7 +186,7 @@ class _Run:
     def __init__(
         self,
         config: Config,
-        workdir: Path,
+        workdir: epath.Path,
         dataset: Dataset,
         module: Transformer,
         mesh: Mesh,
@@ -130,81 +196,186 @@ class _Run:
         self.config, self.workdir, self.dataset, self.module = config, workdir, dataset, module
         self.mesh, self.checkpoints, self.began = mesh, checkpoints, began
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
+        self.compile_seconds, self.total, self.interval = 0.0, _Interval(), _Interval()
 
     def train(self, state: TrainState) -> None:
         """Trains from the state's step to the last, writing records and checkpoints, then the summary."""
-        config, start = self.config.train, int(state.step)
-        batches = make_batches(self.config.data, self.dataset.train, seed=config.seed, batch_size=config.batch_size)
-        reader = iterate(batches, start, read_threads=self.config.data.read_threads, prefetch=self.config.data.prefetch)
-        writer = MetricsWriter(self.workdir, start, config.steps)
-        with contextlib.closing(reader), contextlib.closing(writer):
-            self._loop(state, reader, writer)
+        config, data, start = self.config.train, self.config.data, int(state.step)
+        rows = local_rows(self.mesh, config.batch_size)
+        batches = make_batches(data, self.dataset.train, seed=config.seed, batch_size=config.batch_size, rows=rows)
+        with contextlib.ExitStack() as stack:
+            reader = iterate(
+                batches, start, read_threads=data.read_threads, prefetch=data.prefetch, workers=data.workers
+            )
+            stack.enter_context(contextlib.closing(reader))
+            self.writer = MetricsWriter(self.workdir, start, config.steps, active=jax.process_index() == 0)
+            stack.enter_context(contextlib.closing(self.writer))
+            self.watchdog = Watchdog(config.slow_step_factor, self.writer.say)
+            stack.enter_context(contextlib.closing(self.watchdog))
+            self.stop = stack.enter_context(StopRequest())
+            stack.enter_context(self._profiling())
+            self._loop(state, reader)
 
-    def _loop(self, state: TrainState, reader: Iterator[dict[str, np.ndarray]], writer: MetricsWriter) -> None:
+    def _loop(self, state: TrainState, reader: Iterator[dict[str, np.ndarray]]) -> None:
         config, start = self.config.train, int(state.step)
         seed = jnp.int32(config.seed)
-        seconds_before = writer.last.get("seconds", 0.0)
-        total, interval, compile_seconds = _Interval(), _Interval(), 0.0
-        since = time.perf_counter()
+        self.seconds_before = self.writer.last.get("seconds", 0.0)
+        self.since, before = time.perf_counter(), None
         for step in range(start + 1, config.steps + 1):
+            self._profile(step)
             asked = time.perf_counter()
             arrays = next(reader)
-            interval.waited += time.perf_counter() - asked
-            batch = jax.device_put(batch_from_arrays(arrays), batch_sharding(self.mesh))
+            self.interval.waited += time.perf_counter() - asked
+            self.watchdog.begin(step)
+            batch = put_batch(batch_from_arrays(arrays), self.mesh, config.batch_size)
             state, metrics = self.train_step(state, batch, seed)
-            interval.tokens += int(np.count_nonzero(arrays["segment_ids"]))
-            writer.advance()
-            if step == start + 1:
-                # The first step compiles, which belongs in no rate.
-                jax.block_until_ready(metrics)
-                compile_seconds, interval, since = time.perf_counter() - since, _Interval(), time.perf_counter()
+            # Waiting for the step before keeps the device busy with this one meanwhile.
+            if before is not None:
+                self._finish(step - 1, before)
+            before = metrics
+            stopping = self.stop.after(step)
             evaluating = step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
-            if evaluating or step % config.log_every == 0:
-                jax.block_until_ready(metrics)
-                interval.seconds = time.perf_counter() - since
-                record = self._record(step, metrics, interval)
-                if evaluating:
-                    record |= self.evaluate(state)
-                record["seconds"] = seconds_before + time.perf_counter() - self.began
-                writer.write(record)
-                total = _Interval(
-                    *map(sum, zip(dataclasses.astuple(total), dataclasses.astuple(interval), strict=True))
-                )
-                interval, since = _Interval(), time.perf_counter()
-            if step == config.steps or step % self.config.checkpoint.save_every == 0:
-                self.checkpoints.save(state)
+            first, last = step == start + 1, step == config.steps or stopping is not None
+            saving = last or step % self.config.checkpoint.save_every == 0
+            if first or last or saving or evaluating or step % config.log_every == 0:
+                self._finish(step, metrics)
+                before = None
+                self.watchdog.pause()
+                evaluation = self._log(step, state, metrics, first, evaluating)
+                if saving:
+                    self.checkpoints.save(state, evaluation)
+            self.checkpoints.check()
+            if stopping is not None:
+                self._stop(step, stopping)
+                return
         self.checkpoints.close()
-        seconds = seconds_before + time.perf_counter() - self.began
-        self._summarise(writer.last, total, compile_seconds, seconds)
+        self._summarise()
+
+    def _finish(self, step: int, metrics: Metrics) -> None:
+        """Waits for a step and looks at what came of it.
+
+        Raises:
+          DivergedError: when too many in a row came to nothing.
+        """
+        tokens, finite, in_a_row = jax.device_get((metrics.num_tokens, metrics.finite, metrics.skipped_in_a_row))
+        self.interval.tokens += int(tokens)
+        self.writer.advance()
+        if finite:
+            return
+        most = self.config.train.max_skipped
+        what = f"Step {step:,}: the loss or its gradient is not finite"
+        self.writer.say(f"{what}; nothing was updated ({int(in_a_row)} such in a row, {most} end the run).")
+        if in_a_row >= most:
+            raise DivergedError(
+                f"{what}, as in the {most} steps up to it; lower optimizer.learning_rate or look at the data of these "
+                f"steps. The checkpoints in {self.workdir} are as they were."
+            )
+
+    def _log(
+        self, step: int, state: TrainState, metrics: Metrics, first: bool, evaluating: bool
+    ) -> dict[str, float] | None:
+        """Evaluates and writes the step's record where they are due; returns the evaluation."""
+        if first:  # it compiles, which belongs in no rate
+            self.compile_seconds, self.interval = time.perf_counter() - self.since, _Interval()
+            self.since = time.perf_counter()
+        evaluation = None
+        if evaluating or step % self.config.train.log_every == 0:
+            self.interval.seconds = time.perf_counter() - self.since
+            record = self._record(step, metrics)
+            if evaluating:
+                evaluation = self.evaluate(state)
+                record |= evaluation
+            record["seconds"] = self.seconds_before + time.perf_counter() - self.began
+            self.writer.write(record)
+            self.total += self.interval
+            self.interval, self.since = _Interval(), time.perf_counter()
+        return evaluation
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Held-out loss and exact match with the parameters of `state`; nothing without held-out examples."""
         if not len(self.dataset.held_out):
             return {}
-        losses = held_out_loss(self.eval_loss, state.params, self.dataset, self.config)
+        params = state.model_params(self.config.lora)
+        losses = held_out_loss(self.eval_loss, params, self.dataset, self.config, self.mesh)
         count = self.config.train.eval_decode_examples
-        return losses | held_out_answers(self.module, state.params, self.dataset, self.config.decode, count)
+        return losses | held_out_answers(self.module, params, self.dataset, self.config.decode, count)
 
-    def _record(self, step: int, metrics: Metrics, interval: _Interval) -> dict[str, float]:
+    def _record(self, step: int, metrics: Metrics) -> dict[str, float]:
         values = jax.device_get(metrics)
-        return {
+        record = {
             "step": step,
             "loss": float(values.loss.total),
             "ar_loss": float(values.loss.ar),
             "mdm_loss": float(values.loss.mdm),
             "learning_rate": float(self.learning_rate(step - 1)),
             "grad_norm": float(values.grad_norm),
-            **_rates(interval),
+            "param_norm": float(values.param_norm),
+            "skipped_steps": int(values.skipped),
+            **self._rates(self.interval),
         }
+        memory = jax.local_devices()[0].memory_stats() or {}
+        return record | ({"peak_memory_bytes": memory["peak_bytes_in_use"]} if "peak_bytes_in_use" in memory else {})
 
-    def _summarise(self, last: dict[str, Any], total: _Interval, compile_seconds: float, seconds: float) -> None:
-        summary = last | _rates(total) | {"compile_seconds": compile_seconds, "train_seconds": seconds}
+    def _rates(self, interval: _Interval) -> dict[str, float]:
+        seconds = max(interval.seconds, 1e-9)  # a first step that is also the last has no time of its own
+        per_chip = interval.tokens / seconds / self.mesh.size
+        rates = {
+            "tokens_per_second": interval.tokens / seconds,
+            "tokens_per_second_per_chip": per_chip,
+            "data_wait_share": interval.waited / seconds,
+        }
+        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
+        if peak is not None:
+            rates["flops_utilisation"] = (
+                per_chip * flops_per_token(self.config.model, self.config.data.max_length) / peak
+            )
+        return rates
+
+    def _profile(self, step: int) -> None:
+        """Begins or ends the trace that `train.profile_steps` asks for."""
+        first, last = self.config.train.profile_steps or (0, 0)
+        if step == first:
+            jax.profiler.start_trace(str(self.workdir / PROFILE_NAME))
+            self._tracing = True
+        elif step == last + 1 and self._tracing:
+            self._end_trace()
+
+    _tracing = False
+
+    def _end_trace(self) -> None:
+        jax.profiler.stop_trace()
+        self._tracing = False
+        first, last = self.config.train.profile_steps
+        self.writer.say(f"Profile of steps {first:,} to {last:,}: {self.workdir / PROFILE_NAME}.")
+
+    @contextlib.contextmanager
+    def _profiling(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._tracing:
+                self._end_trace()
+
+    def _stop(self, step: int, number: int) -> None:
+        """Ends an interrupted run, whose state is being saved.
+
+        Raises:
+          KeyboardInterrupt: after Ctrl-C.
+        """
+        self.checkpoints.close()
+        self.writer.say(
+            f"Stopped by {signal.Signals(number).name} after step {step:,} of {self.config.train.steps:,}; saved. The "
+            "same command continues."
+        )
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _summarise(self) -> None:
+        last = self.writer.last
+        seconds = self.seconds_before + time.perf_counter() - self.began
+        summary = last | self._rates(self.total) | {"compile_seconds": self.compile_seconds, "train_seconds": seconds}
         del summary["seconds"]
-        write_json(self.workdir / SUMMARY_NAME, summary)
+        if jax.process_index() == 0:
+            write_json(self.workdir / SUMMARY_NAME, summary)
         rates = f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['data_wait_share']:.1%} of it waiting for data"
-        print(f"Trained {last['step']:,} steps in {seconds:.0f} s: {rates}, loss {last['loss']:.3f}.")
-
-
-def _rates(interval: _Interval) -> dict[str, float]:
-    seconds = max(interval.seconds, 1e-9)  # a first step that is also the last has no time of its own
-    return {"tokens_per_second": interval.tokens / seconds, "data_wait_share": interval.waited / seconds}
+        _say(f"Trained {last['step']:,} steps in {seconds:.0f} s: {rates}, loss {last['loss']:.3f}.")

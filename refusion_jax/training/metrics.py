@@ -1,13 +1,16 @@
-"""Where a run's numbers go: `metrics.jsonl`, TensorBoard files and a progress bar."""
+"""Where a run's numbers go: `metrics.jsonl`, TensorBoard files and a progress bar, all of process 0 alone."""
 
+import contextlib
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import tqdm
+from etils import epath
 from tensorboardX import SummaryWriter
 
-from refusion_jax.files import replace_file
+from refusion_jax.files import is_remote, replace_file
+from refusion_jax.training.run_directory import WorkdirError
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -19,30 +22,58 @@ class MetricsWriter:
       workdir: the run directory.
       start_step: step the run continues from; records of later steps, of work that was lost, are removed.
       steps: total steps, the length of the progress bar.
+      active: whether this process is the one that writes; others only remember the last record.
+
+    Raises:
+      WorkdirError: here and in `write`, when the directory cannot be written to.
     """
 
-    def __init__(self, workdir: Path, start_step: int, steps: int):
-        self._path = workdir / METRICS_NAME
-        kept = [record for record in read_metrics(workdir) if record["step"] <= start_step]
-        with replace_file(self._path) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
-        self._file = self._path.open("a")
+    def __init__(self, workdir: epath.Path, start_step: int, steps: int, active: bool = True):
+        self._path, self._active = workdir / METRICS_NAME, active
+        self._records = [record for record in read_metrics(workdir) if record["step"] <= start_step]
+        self.last = self._records[-1] if self._records else {}
+        self._file: Any = None
+        self._bar = tqdm.tqdm(
+            total=steps, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1.0, disable=not active
+        )
+        if not active:
+            return
         # Events of steps that are done again hide the lost ones.
         purge = {"purge_step": start_step + 1} if start_step else {}
-        self._board = SummaryWriter(str(workdir / "tensorboard"), **purge)
-        self._bar = tqdm.tqdm(total=steps, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1.0)
-        self.last = kept[-1] if kept else {}
+        with self._writing():
+            self._rewrite()
+            self._board = SummaryWriter(str(workdir / "tensorboard"), **purge)
+            if not is_remote(workdir):
+                self._file = self._path.open("a")
+
+    def _rewrite(self) -> None:
+        with replace_file(self._path) as file:
+            file.write("".join(json.dumps(record) + "\n" for record in self._records).encode())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WorkdirError(f"{self._path.parent} cannot be written to: {error.strerror or error}.") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes the record of one step, flushed at once."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in record.items():
-            if name != "step":
-                self._board.add_scalar(name, value, record["step"])
-        self._board.flush()
-        self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
         self.last = record
+        if not self._active:
+            return
+        with self._writing():
+            if self._file is None:  # nothing can be appended to what is in object storage
+                self._records.append(record)
+                self._rewrite()
+            else:
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
+            for name, value in record.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, record["step"])
+            self._board.flush()
+        self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
 
     def advance(self) -> None:
         """Moves the progress bar one step."""
@@ -54,12 +85,17 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes files and progress bar."""
-        self._file.close()
-        self._board.close()
         self._bar.close()
+        if self._active:
+            # What could not be written was said when it happened.
+            with contextlib.suppress(OSError):
+                self._board.close()
+            with contextlib.suppress(OSError):
+                if self._file is not None:
+                    self._file.close()
 
 
-def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
     """The records of a run so far; a last line cut short by a crash is left out."""
     path = workdir / METRICS_NAME
     records = []

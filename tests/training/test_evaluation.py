@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from refusion_jax.config import DecodeConfig
+from refusion_jax.config import DecodeConfig, MeshConfig, SlotsConfig
 from refusion_jax.data import load_dataset
-from refusion_jax.objectives import HybridLoss
+from refusion_jax.sharding import make_mesh
 from refusion_jax.training import evaluation
+from refusion_jax.training.step import HeldOutSums
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +33,27 @@ def test_held_out_loss_weights_batches_by_examples(dataset, tiny_config):
         data=dataclasses.replace(tiny_config.data, pack=False),
         train=dataclasses.replace(tiny_config.train, batch_size=3),
     )
+    config = dataclasses.replace(
+        config,
+        slots=SlotsConfig(ar_weight=0.5, mdm_weight=2.0),
+        train=dataclasses.replace(config.train, eval_draws=2),
+    )
     seen = []
 
     def evaluate(params, batch, seed):
-        assert (params, int(seed)) == ("params", evaluation.EVAL_SEED)
-        seen.extend(batch.example_ids[batch.response_lengths > 0].tolist())
-        value = float(np.sum(batch.response_lengths > 0))
-        return HybridLoss(total=np.float32(3 * value), ar=np.float32(value), mdm=np.float32(2 * value))
+        seen.append((params, int(seed), batch.example_ids[batch.response_lengths > 0].tolist()))
+        examples = float(np.sum(batch.response_lengths > 0))
+        return HeldOutSums(
+            ar=3 * examples + int(seed), ar_targets=4.0, mdm=examples**2, examples=examples, bound=6.0, tokens=examples
+        )
 
-    got = evaluation.held_out_loss(evaluate, "params", dataset, config)
-    mean = (3 * 3 + 3 * 3 + 2 * 2) / 8
-    assert got == {"eval_loss": 3 * mean, "eval_ar_loss": mean, "eval_mdm_loss": 2 * mean}
-    assert sorted(seen) == list(range(8))
+    got = evaluation.held_out_loss(evaluate, "params", dataset, config, make_mesh(MeshConfig()))
+    ar, mdm = (2 * 24 + 3) / (6 * 4), 2 * (9 + 9 + 4) / 16
+    assert got == {"eval_loss": 0.5 * ar + 2 * mdm, "eval_ar_loss": ar, "eval_mdm_loss": mdm, "eval_mdm_bound": 36 / 16}
+    assert {params for params, _, _ in seen} == {"params"}
+    for seed in (0, 1):
+        ids = [i for _, drawn, batch in seen for i in batch if drawn == evaluation.EVAL_SEED + seed]
+        assert sorted(ids) == list(range(8))
 
 
 def test_held_out_answers_count_whole_responses_that_fit(dataset, monkeypatch):

@@ -15,8 +15,9 @@ import refusion_jax as rf
 from refusion_jax.config import Config, ConfigError
 from refusion_jax.data import DataError, Tokenizer
 from refusion_jax.training import loop
-from refusion_jax.training.checkpoint import Checkpoints, WorkdirError, read_run_config
+from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.metrics import MetricsWriter, read_metrics
+from refusion_jax.training.run_directory import WorkdirError, read_run_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -122,7 +123,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(tiny_run, tiny_confi
     states = []
     save = Checkpoints.save
     monkeypatch.setattr(
-        Checkpoints, "save", lambda self, state: (states.append(jax.device_get(state)), save(self, state))
+        Checkpoints, "save", lambda self, state, *more: (states.append(jax.device_get(state)), save(self, state, *more))
     )
     loop.train(tiny_config, workdir)
     assert "Continuing from step 10." in capsys.readouterr().out
@@ -198,10 +199,9 @@ def test_a_vocabulary_too_small_is_refused(tiny_config, tmp_path):
 
 
 def test_a_batch_that_cannot_be_split_is_refused(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "make_mesh", lambda config: SimpleNamespace(size=3))
-    with pytest.raises(
-        ConfigError, match=r"^train\.batch_size is 4, not divisible by the 3 devices it is split over\.$"
-    ):
+    mesh = SimpleNamespace(shape={"data": 3, "fsdp": 1, "tensor": 1}, size=3)
+    monkeypatch.setattr(loop, "make_mesh", lambda config: mesh)
+    with pytest.raises(ConfigError, match=r"^train\.batch_size is 4, not divisible by the 3 devices "):
         loop.train(tiny_config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,86 @@
+"""A run directory: what is in it, and whose it is.
+
+It holds `config.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` and `tokenizer/`, and may be on disk or, as
+gs://bucket/name, in object storage.
+"""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from refusion_jax.config import Config, ConfigError, from_dict, join_some, to_dict
+from refusion_jax.files import write_json
+from refusion_jax.huggingface import CheckpointError
+
+CONFIG_NAME = "config.json"
+CHECKPOINTS_NAME = "checkpoints"
+TOKENIZER_NAME = "tokenizer"
+
+# What may differ between the parts of a run that is continued: none of it changes what is computed.
+FREE_SETTINGS = (
+    "mesh", "checkpoint", "decode", "data.read_threads", "data.workers", "data.prefetch", "data.cache_dir",
+    "model.remat", "model.scan_unroll", "train.log_every", "train.eval_every", "train.eval_draws",
+    "train.eval_decode_examples", "train.profile_steps", "train.max_skipped", "train.slow_step_factor",
+)  # fmt: skip
+
+
+class WorkdirError(ValueError):
+    """A work directory that cannot be used for this run."""
+
+
+def claim_workdir(workdir: epath.Path, config: Config) -> None:
+    """Creates the run directory and saves the resolved configuration in it, or checks the one it holds.
+
+    What changes nothing that is computed (`FREE_SETTINGS`) may differ, and is saved anew.
+
+    Raises:
+      WorkdirError: when it holds a different configuration (naming the fields), or is not a directory one can write to.
+    """
+    path = workdir / CONFIG_NAME
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_json(path, to_dict(config))
+            return
+        saved, wanted = json.loads(path.read_text()), to_dict(config)
+    except (OSError, json.JSONDecodeError) as error:
+        raise WorkdirError(f"{workdir} cannot be used as a work directory: {error}.") from error
+    different = differences(saved, wanted)
+    if not different and saved != wanted:
+        write_json(path, wanted)
+    if different:
+        shown = join_some(different, 3)
+        raise WorkdirError(
+            f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
+            "it."
+        )
+
+
+def differences(saved: Any, wanted: Any, name: str = "") -> list[str]:
+    """Says of every setting that is not the same, but for `FREE_SETTINGS`, what it is in two plain configurations."""
+    if name in FREE_SETTINGS:
+        return []
+    if isinstance(saved, dict) and isinstance(wanted, dict):
+        fields = sorted(saved.keys() | wanted.keys())
+        return [
+            difference
+            for field in fields
+            for difference in differences(saved.get(field), wanted.get(field), f"{name}.{field}" if name else field)
+        ]
+    return [] if saved == wanted else [f"{name} is {saved!r} there and {wanted!r} here"]
+
+
+def read_run_config(workdir: epath.Path) -> Config:
+    """The resolved configuration of a run directory.
+
+    Raises:
+      CheckpointError: when it is missing or cannot be read.
+    """
+    path = workdir / CONFIG_NAME
+    try:
+        return from_dict(Config, json.loads(path.read_text()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); a run directory has one.") from error
+    except (json.JSONDecodeError, ConfigError) as error:
+        raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error

@@ -1,0 +1,137 @@
+"""Weights alone, without the rest of a training state: to decode with, or to begin another run with."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from refusion_jax.config import Config, ModelConfig, join_some
+from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
+from refusion_jax.modeling import Transformer
+from refusion_jax.modeling.lora import init_lora, merge
+from refusion_jax.training.integrity import absolute, finished_steps, reported_damage
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, read_run_config
+
+# Two models that differ in these only can have the same weights.
+_COMPUTED_WITH = (
+    "dtype", "param_dtype", "remat", "scan_unroll", "initializer_range", "max_position_embeddings", "rope_scaling",
+    "pad_token_id", "eos_token_ids", "mask_token_id",
+)  # fmt: skip
+
+
+def run_params(workdir: epath.Path, config: Config, shardings: Any = None) -> Any:
+    """The parameters of a run's model at its newest checkpoint that is not damaged, adapters merged in.
+
+    Args:
+      workdir: the run directory.
+      config: the run's configuration.
+      shardings: where each parameter goes, a pytree like them; by default all to the first device.
+
+    Raises:
+      CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
+    """
+    if config.model.vocab_size == 0:
+        raise CheckpointError(f"{workdir / CONFIG_NAME} is not that of a started run: model.vocab_size is 0.")
+    shapes = _shapes(config.model)
+    if not config.lora.rank:
+        return _restore(workdir, shapes, shardings)
+    base = initial_params(config.train.init_from, config.model, shardings)
+    adapters = _restore(workdir, jax.eval_shape(lambda: init_lora(jax.random.key(0), shapes, config.lora)), None)
+    merged = jax.jit(lambda base, adapters: merge(base, adapters, config.lora), out_shardings=shardings)
+    return merged(base, jax.device_get(adapters))
+
+
+def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any:
+    """The weights of a run or Hugging Face directory, for another run to begin with.
+
+    Args:
+      path: the directory.
+      config: the model that begins with them.
+      shardings: where each parameter goes, a pytree like them; by default all to the first device.
+
+    Raises:
+      CheckpointError: when it has no usable weights, or those of another model, naming the first differences.
+    """
+    directory = epath.Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{path}, which train.init_from names, is not a directory.")
+    run = read_run_config(directory) if (directory / CHECKPOINTS_NAME).is_dir() else None
+    ours, theirs = map(dataclasses.asdict, (config, run.model if run else read_model_config(directory)))
+    different = [
+        f"model.{name} is {theirs[name]!r} there and {ours[name]!r} here"
+        for name in ours
+        if name not in _COMPUTED_WITH and ours[name] != theirs[name]
+    ]
+    if different:
+        raise CheckpointError(f"{path} holds the weights of another model: {join_some(different, 3)}.")
+    if run:
+        return run_params(directory, dataclasses.replace(run, model=config), shardings)
+    params = read_params(directory, config)
+    return params if shardings is None else jax.device_put(params, shardings)
+
+
+def _shapes(config: ModelConfig) -> Any:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return nn.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"])
+
+
+def _restore(workdir: epath.Path, shapes: Any, shardings: Any) -> Any:
+    """The "params" item of the newest checkpoint that is not damaged."""
+    directory = absolute(workdir) / CHECKPOINTS_NAME
+    steps = finished_steps(directory)
+    if not steps:
+        raise CheckpointError(
+            f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
+        )
+    step = next((step for step in reversed(steps) if not reported_damage(directory, step)), None)
+    if step is None:
+        raise CheckpointError(f"All checkpoints in {directory} are damaged.")
+    where = f"Checkpoint {step} of {directory}"
+    if shardings is None:
+        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: first, shapes)
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    try:
+        saved = ocp.StandardCheckpointHandler().metadata(directory / str(step) / "params")
+        check_shapes(saved, abstract, where)
+        with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
+            return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, OSError, AttributeError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+
+
+def check_shapes(saved: Any, wanted: Any, where: str) -> None:
+    """Compares names and shapes before anything is read.
+
+    Args:
+      saved: what Orbax says of an item. wanted: a pytree of arrays or their shapes.
+      where: how messages begin.
+
+    Raises:
+      CheckpointError: naming every parameter that is missing, misshapen or unknown.
+    """
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+
+    there, needed = shapes(getattr(saved, "tree", saved)), shapes(wanted)
+    problems = [f"{name} is missing (expected shape {shape})" for name, shape in needed.items() if name not in there]
+    problems += [
+        f"{name} has shape {there[name]}, not {shape}"
+        for name, shape in needed.items()
+        if name in there and there[name] != shape
+    ]
+    problems += [f"{name} is no part of the model" for name in there if name not in needed]
+    if problems:
+        raise CheckpointError(f"{where} does not match its config.json: {join_some(problems, 8)}.")
