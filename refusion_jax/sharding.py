@@ -72,12 +72,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(arranged, AXES)
 
 
-def check_mesh(mesh: Any, model: ModelConfig, rows: int) -> None:
+def check_mesh(mesh: Any, model: ModelConfig, rows: int, parts: int = 1) -> None:
     """Refuses what cannot be split evenly over the mesh.
 
     Args:
       mesh: anything with a `shape`, devices by axis.
-      model: whose widths are split. rows: of a batch.
+      model: whose widths are split.
+      rows: of a batch.
+      parts: in which a device computes its rows one after another.
 
     Raises:
       ConfigError: naming the value and sizes that would do.
@@ -88,6 +90,11 @@ def check_mesh(mesh: Any, model: ModelConfig, rows: int) -> None:
         raise ConfigError(
             f"train.batch_size is {rows}, not divisible by the {shares} devices that its rows are split over "
             f"(mesh.data x mesh.fsdp); use {max(rows // shares, 1) * shares}."
+        )
+    if rows // shares % parts:
+        raise ConfigError(
+            f"train.accumulate_steps is {parts}, which does not divide the {rows // shares} rows of a batch that each "
+            f"device has; it may be {_divisors(rows // shares, rows)}."
         )
     if model.hidden_size % fsdp:
         raise ConfigError(

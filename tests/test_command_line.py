@@ -64,20 +64,36 @@ def candidates(value):
             *config.SOURCES,
             *config.FORMATS,
             *config.TURNS,
+            *config.OPTIMIZERS,
+            *config.SCHEDULES,
+            *config.MASKING_SCHEDULES,
+            *config.MORE_IS_BETTER,
         )
         return [(text, text) for text in (*choices, *config.TOKENIZER_TYPES, "dir/other.model") if text != value]
-    return [("7,5,6", (7, 5, 6)), ("x.jsonl,../y.jsonl", ("x.jsonl", "../y.jsonl"))]
+    lists = [
+        ("7,5,6", (7, 5, 6)),
+        ("3,9", (3, 9)),
+        ("x.jsonl,../y.jsonl", ("x.jsonl", "../y.jsonl")),
+        ("o_proj", ("o_proj",)),
+    ]
+    return [*lists, ("1,2.5,3,4", (1.0, 2.5, 3.0, 4.0))]
 
 
 @pytest.fixture
-def every_field_preset(tmp_path):
-    """A preset in which every field can be overridden alone: data.source 'json' needs files, data.weights three."""
+def every_field_preset(tmp_path, name):
+    """A preset in which the field `name` can be overridden alone: data.source 'json' needs files, data.weights three,
+    adapters a rank and weights to adapt, a length of the decay the schedule that has one.
+    """
+    optimizer = "schedule='wsd', decay_steps=9" if name == "optimizer.decay_steps" else ""
     path = tmp_path / "preset.py"
     path.write_text(
         "from refusion_jax.command_line import config_dict\n"
-        "from refusion_jax.config import Config, DataConfig\n"
+        "from refusion_jax.config import Config, DataConfig, LoraConfig, OptimizerConfig, TrainConfig\n"
         "def get_config():\n"
-        "    return config_dict(Config(data=DataConfig(source='json', train_files=('a', 'b', 'c'))))\n"
+        f"    optimizer = OptimizerConfig({optimizer})\n"
+        "    data = DataConfig(source='json', train_files=('a', 'b', 'c'))\n"
+        "    adapted = {'lora': LoraConfig(rank=4), 'train': TrainConfig(init_from='x')}\n"
+        "    return config_dict(Config(data=data, optimizer=optimizer, **adapted))\n"
     )
     return path
 

@@ -265,6 +265,13 @@ def test_what_cannot_be_split_is_refused_with_sizes_that_would_do(shape, rows, m
         check_mesh(mesh, MODEL, rows)
 
 
+def test_parts_of_a_batch_that_devices_cannot_have_are_refused():
+    mesh = SimpleNamespace(shape={"data": 2, "fsdp": 1, "tensor": 1}, size=2)
+    check_mesh(mesh, MODEL, 12, parts=3)
+    with pytest.raises(ConfigError, match=r"^train\.accumulate_steps is 4, .* the 6 rows .* may be 1, 2, 3, 6\.$"):
+        check_mesh(mesh, MODEL, 12, parts=4)
+
+
 def test_a_vocabulary_that_cannot_be_split_stays_whole(results_of):
     assert results_of("2x2x2")["odd_vocabulary"] == [23, 16]
 

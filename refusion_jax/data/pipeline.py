@@ -1,9 +1,13 @@
 """The way from a `DataConfig` to batches, and the Grain pipeline that reads batches ahead of the training loop."""
 
 import dataclasses
+import functools
 import hashlib
 import json
+import os
 import sys
+import threading
+import time
 
 import grain
 import numpy as np
@@ -20,6 +24,7 @@ from refusion_jax.data.tokenizers import Tokenizer, train_tokenizer
 
 # Raised when the same configuration, files and tokenizer give other tokens than before.
 _TOKENS_VERSION = 1
+_POLL_SECONDS = 1.0
 _TOKEN_FIELDS = (
     "source", "format", "prompt_field", "response_field", "messages_field", "turns", "text_field", "eval_examples",
     "max_length",
@@ -154,6 +159,17 @@ def iterate(
     # Batches come through pipes: Grain's shared memory for arrays leaks when an iterator is closed early.
     no_shared_memory = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
     source = grain.experimental.WithOptionsIterDataset(dataset.to_iter_dataset(options), no_shared_memory)
-    iterator = iter(source.mp_prefetch(processes))
+    iterator = iter(source.mp_prefetch(processes, worker_init_fn=functools.partial(_end_with, os.getpid())))
     iterator.start_prefetch()
     return iterator
+
+
+def _end_with(parent: int, worker: int, workers: int) -> None:
+    """Ends a worker process when the one that reads from it is killed: it would wait for it forever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -59,7 +59,7 @@ def held_out_answers(
     prompts, golds = [], []
     for index in range(min(count, len(dataset.held_out))):
         prompt, gold = split_example(dataset, index)
-        if prompt and len(prompt) + config.rounded_length <= module.config.max_position_embeddings:
+        if prompt and len(prompt) + config.rounded_length <= module.config.context_length:
             prompts.append(prompt)
             golds.append(gold)
     if not prompts:

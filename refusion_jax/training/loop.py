@@ -78,7 +78,7 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
     """
     began, workdir = time.perf_counter(), epath.Path(workdir)
     mesh = make_mesh(config.mesh)
-    check_mesh(mesh, config.model, config.train.batch_size)
+    check_mesh(mesh, config.model, config.train.batch_size, config.train.accumulate_steps)
     dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=_given_tokenizer(config, workdir))
     config = resolve(config, dataset.tokenizer)
     _claim(workdir, config, dataset.tokenizer)
@@ -307,7 +307,8 @@ class _Run:
             "loss": float(values.loss.total),
             "ar_loss": float(values.loss.ar),
             "mdm_loss": float(values.loss.mdm),
-            "learning_rate": float(self.learning_rate(step - 1)),
+            # Skipped steps are no updates, which the schedule counts.
+            "learning_rate": float(self.learning_rate(step - 1 - int(values.skipped))),
             "grad_norm": float(values.grad_norm),
             "param_norm": float(values.param_norm),
             "skipped_steps": int(values.skipped),

@@ -59,7 +59,7 @@ def test_held_out_loss_weights_batches_by_examples(dataset, tiny_config):
 def test_held_out_answers_count_whole_responses_that_fit(dataset, monkeypatch):
     golds = [evaluation.split_example(dataset, index) for index in range(6)]
     longest = sorted(len(prompt) for prompt, _ in golds)[-2]  # so that the longest prompt does not fit
-    module = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=longest + 8))
+    module = SimpleNamespace(config=SimpleNamespace(context_length=longest + 8))
     fitting = [(prompt, gold) for prompt, gold in golds if len(prompt) <= longest]
     assert len(fitting) == 5
 
@@ -76,6 +76,6 @@ def test_held_out_answers_count_whole_responses_that_fit(dataset, monkeypatch):
 
 
 def test_nothing_that_fits_measures_nothing(dataset):
-    module = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=64))
+    module = SimpleNamespace(config=SimpleNamespace(context_length=64))
     assert evaluation.held_out_answers(module, None, dataset, DecodeConfig(gen_length=64), 6) == {}
     assert evaluation.held_out_answers(module, None, dataset, DecodeConfig(gen_length=4, slot_size=4), 0) == {}

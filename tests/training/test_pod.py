@@ -91,6 +91,7 @@ class Job:
             time.sleep(0.01)
 
     def kill(self):
+        """Kills all. Their output ends with the last of the processes that have it, those that read data included."""
         for process in self.processes:
             process.kill()
         self.wait()
