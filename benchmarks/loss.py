@@ -27,9 +27,9 @@ from benchmarks import common
 from benchmarks.common import of, spread
 from refusion_jax import command_line
 from refusion_jax.config import ConfigError
+from refusion_jax.files import write_json
 from refusion_jax.objectives import weighted_cross_entropy
 from refusion_jax.slots import NO_TARGET
-from refusion_jax.training.checkpoint import write_json
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_integer("positions", 1024, "Positions of the batch.", 1, flag_values=FLAGS)
