@@ -16,10 +16,27 @@ from typing import Any
 
 import jax
 
-from refusion_jax.config import ConfigError
+from refusion_jax.config import ConfigError, ModelConfig
 
 HERE = Path(__file__).resolve().parent
+MODELS = ("reference", "100m")
+SHAPE_100M = ModelConfig(
+    vocab_size=32_000, hidden_size=768, intermediate_size=2_048, num_hidden_layers=12, num_attention_heads=12,
+    num_key_value_heads=4, head_dim=64, max_position_embeddings=1_024, tie_word_embeddings=True,
+)  # fmt: skip
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy")
+
+
+def parse_models(names: Sequence[str]) -> list[str]:
+    """Checks the names of models.
+
+    Raises:
+      ConfigError: for an unknown one.
+    """
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise ConfigError(f"--models has {unknown[0]!r}; the models are {', '.join(MODELS)}.")
+    return list(names)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -42,9 +42,8 @@ from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.modeling import Transformer
 
-MODELS = ("reference", "100m")
 FLAGS = flags.FlagValues()
-flags.DEFINE_list("models", ",".join(MODELS), "Models to decode with.", flag_values=FLAGS)
+flags.DEFINE_list("models", ",".join(common.MODELS), "Models to decode with.", flag_values=FLAGS)
 flags.DEFINE_list("batch_sizes", "1,4,16,64", "Rows decoded at once, each in turn.", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 3, "Rounds to measure.", lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_boolean("yardstick", False, "Compare with PyTorch.", flag_values=FLAGS)
@@ -55,10 +54,6 @@ REFERENCE = common.HERE.parent / "tests" / "data" / "reference"
 SETTINGS = ("gen_length", "slot_size", "serial_num_blocks", "slot_threshold", "token_threshold")
 EOS = 1  # of the recorded checkpoint
 RECORDED_PROMPTS = 64
-SHAPE_100M = ModelConfig(
-    vocab_size=32_000, hidden_size=768, intermediate_size=2_048, num_hidden_layers=12, num_attention_heads=12,
-    num_key_value_heads=4, head_dim=64, max_position_embeddings=1_024, tie_word_embeddings=True,
-)  # fmt: skip
 PROMPT_LENGTH = 24  # of random prompts
 # Settings of the comparison with the authors, chosen on the same prompts: more right answers than their decoding has.
 OURS = DecodeConfig(gen_length=64, slot_size=16, serial_num_blocks=4, carry_threshold=0.5)
@@ -111,7 +106,7 @@ def random_prompts(config: ModelConfig, count: int) -> list[list[int]]:
 
 def random_workload() -> Workload:
     """A random model, on as many random prompts as there are rows."""
-    model = random_model(SHAPE_100M)
+    model = random_model(common.SHAPE_100M)
     return Workload("100m", model, ALL_STAND, lambda rows: random_prompts(model.config, rows))
 
 
@@ -452,18 +447,6 @@ def yardstick_table(record: dict[str, Any]) -> str:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def parse_models(names: Sequence[str]) -> list[str]:
-    """Checks the names of models.
-
-    Raises:
-      ConfigError: for an unknown one.
-    """
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise ConfigError(f"--models has {unknown[0]!r}; the models are {', '.join(MODELS)}.")
-    return list(names)
-
-
 def parse_batch_sizes(sizes: Sequence[str]) -> list[int]:
     """Reads batch sizes.
 
@@ -479,7 +462,7 @@ def parse_batch_sizes(sizes: Sequence[str]) -> list[int]:
 def main(args: flags.FlagValues) -> None:
     """Measures, prints and writes the result."""
     keep_freed_memory()
-    models, batch_sizes = parse_models(args.models), parse_batch_sizes(args.batch_sizes)
+    models, batch_sizes = common.parse_models(args.models), parse_batch_sizes(args.batch_sizes)
     output = common.result_path(args.output, "decode")
     result: dict[str, Any] = {"commit": common.commit(), "machine": common.machine(), "versions": common.versions()}
     common.warn_if_busy(result["machine"])

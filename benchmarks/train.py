@@ -3,12 +3,16 @@
     python benchmarks/train.py
     python benchmarks/train.py --yardstick --yardstick_python=PYTHON_WITH_TORCH
 
-Trains the demo's model (any setting can be changed, as for train.py), with a vocabulary of 64, and prints a table;
---output gets the same figures as JSON. A useful token is one that is not padding.
+Trains two models on the demo's data (any setting can be changed, as for train.py): the demo's own, of the recorded
+checkpoint's shape, and one of Qwen3's shape with 100 M parameters. Prints a table for each; --output gets the same
+figures as JSON. A useful token is one that is not padding.
 
-With --yardstick, our turns alternate with those of `benchmarks/yardstick.py`: PyTorch's eager forward and backward of
-the same model, float32, on padded batches of 32 of the same examples. A machine's speed drifts, so only turns of one
-round are compared; the ratio is ours to theirs.
+"FLOPs" compares what the compiler counts in a step with what its matrix products need on paper. The compiler counts the
+body of a loop once, so it is asked about a step without loops: layers unrolled, all logits at once.
+
+With --yardstick, our turns on the demo's model alternate with those of `benchmarks/yardstick.py`: PyTorch's eager
+forward and backward of the same model, float32, on padded batches of 32 of the same examples. A machine's speed drifts,
+so only turns of one round are compared; the ratio is ours to theirs.
 """
 
 import contextlib
@@ -25,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
 
@@ -41,12 +46,13 @@ from refusion_jax.slots import batch_from_arrays
 from refusion_jax.training.flops import flops_per_token
 from refusion_jax.training.loop import resolve
 from refusion_jax.training.optimizer import make_optimizer
-from refusion_jax.training.state import init_state
+from refusion_jax.training.state import TrainState, init_state
 from refusion_jax.training.step import Metrics, make_train_step
 
 FLAGS = flags.FlagValues()
 command_line.define_config(FLAGS)
 FLAGS.set_default("config", "demo")
+flags.DEFINE_list("models", ",".join(common.MODELS), "Models to train.", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_float("seconds", 6.0, "Length of a turn; a round has one for each side.", 0.01, flag_values=FLAGS)
 flags.DEFINE_boolean("yardstick", False, "Compare with PyTorch.", flag_values=FLAGS)
@@ -54,8 +60,10 @@ flags.DEFINE_string("yardstick_python", sys.executable, "Python with torch and t
 flags.DEFINE_string("output", None, "Default: benchmarks/results/train_BACKEND.json.", flag_values=FLAGS)
 
 VOCAB_SIZE = 64
+# Rows for the 100 M model: a step of it takes seconds.
+ROWS_100M, LENGTH_100M = 4, 256
 MATMULS = ((1536, 128, 384), (1024, 1024, 1024))  # the demo's widest dense product, and a large one
-WARM_UP_STEPS = 20
+WARM_UP_SECONDS = 2.0
 YARDSTICK_EXAMPLES, YARDSTICK_BATCHES = 32, 64
 
 
@@ -90,24 +98,45 @@ class Round:
         return self.ours.tokens_per_second / self.theirs.tokens_per_second if self.theirs else None
 
 
+def make_step(config: Config, mesh: Mesh) -> tuple[TrainState, Any]:
+    """The first state of a run and its compiled step."""
+    module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, config.train.steps)
+    state, shardings = init_state(module, optimizer, config.train.seed, mesh, config.lora)
+    step = make_train_step(
+        module,
+        optimizer,
+        config.slots,
+        mesh,
+        shardings,
+        accumulate_steps=config.train.accumulate_steps,
+        loss_chunk=config.train.loss_chunk,
+        lora=config.lora,
+    )
+    return state, step
+
+
+def compiled_flops(config: Config, dataset: Dataset) -> float:
+    """FLOPs of a step as the compiler counts them, over those of `flops_per_token` for every place of the batch."""
+    whole = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, scan_unroll=config.model.num_hidden_layers),
+        train=dataclasses.replace(config.train, loss_chunk=0),
+    )
+    mesh, rows = make_mesh(config.mesh), config.train.batch_size
+    state, step = make_step(whole, mesh)
+    arrays = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=rows)[0]
+    with jax.set_mesh(mesh):
+        counted = step.lower(state, batch_from_arrays(arrays), jnp.int32(0)).compile().cost_analysis()["flops"]
+    return counted / (flops_per_token(config.model, config.data.max_length) * rows * config.data.max_length)
+
+
 class Trainer:
     """Trains as `refusion_jax.training.loop` does, without its records and checkpoints."""
 
     def __init__(self, config: Config, dataset: Dataset):
         self._mesh = make_mesh(config.mesh)
-        module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, config.train.steps)
-        self._state, shardings = init_state(module, optimizer, config.train.seed, self._mesh, config.lora)
+        self._state, self._train_step = make_step(config, self._mesh)
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self._state.params))
-        self._train_step = make_train_step(
-            module,
-            optimizer,
-            config.slots,
-            self._mesh,
-            shardings,
-            accumulate_steps=config.train.accumulate_steps,
-            loss_chunk=config.train.loss_chunk,
-            lora=config.lora,
-        )
         self._seed = jnp.int32(config.train.seed)
         batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
         data = config.data
@@ -115,8 +144,7 @@ class Trainer:
         began = time.perf_counter()
         self.measure(0)
         self.compile_seconds = time.perf_counter() - began
-        for _ in range(WARM_UP_STEPS):
-            self.measure(0)
+        self.measure(WARM_UP_SECONDS)
 
     def _step(self) -> tuple[Metrics, int, float]:
         """Starts a step; returns its metrics to come, its useful tokens and the seconds waited for its batch."""
@@ -245,7 +273,7 @@ def round_row(number: int, measured: Round) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib: float) -> str:
+def summary_table(summary: dict[str, Any], compile_seconds: float, compiled_flops: float, peak_rss_mib: float) -> str:
     """The table of all rounds together, each figure as median (least to greatest)."""
     rows = [
         ("useful tokens per second", of(summary["tokens_per_second"], ",.0f")),
@@ -256,6 +284,7 @@ def summary_table(summary: dict[str, Any], compile_seconds: float, peak_rss_mib:
         ("compiling, with the first step, s", f"{compile_seconds:.1f}"),
         ("peak resident memory, MiB", f"{peak_rss_mib:,.0f}"),
         ("MFLOPs per useful token", f"{summary['flops_per_token'] / 1e6:.2f}"),
+        ("FLOPs of a step, compiled to analytic", f"{compiled_flops:.3f}"),
     ]
     for matmul in summary["matmul"]:
         m, k, n = matmul["shape"]
@@ -287,35 +316,53 @@ def measure_rounds(
     return rounds
 
 
-def main(args: flags.FlagValues) -> None:
-    """Measures, prints and writes the result."""
-    keep_freed_memory()
-    output = common.result_path(args.output, "train")
-    result: dict[str, Any] = {"commit": common.commit(), "machine": common.machine()}
-    common.warn_if_busy(result["machine"])
-    config: Config = args.config
-    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or VOCAB_SIZE)
-    dataset = load_dataset(config.data, seed=config.train.seed)
-    config = resolve(dataclasses.replace(config, model=model), dataset.tokenizer)
+def configs(config: Config, names: Sequence[str]) -> dict[str, Config]:
+    """What to train, by name: the given configuration, and its 100 M version."""
+    reference = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or VOCAB_SIZE)
+    length = dataclasses.replace(config.data, max_length=LENGTH_100M)
+    rows = dataclasses.replace(config.train, batch_size=ROWS_100M)
+    known = {
+        "reference": dataclasses.replace(config, model=reference),
+        "100m": dataclasses.replace(config, model=common.SHAPE_100M, data=length, train=rows),
+    }
+    return {name: known[name] for name in names}
 
+
+def measure_model(args: flags.FlagValues, name: str, config: Config) -> dict[str, Any]:
+    """Measures and prints all about one model."""
+    dataset = load_dataset(config.data, seed=config.train.seed)
+    config = resolve(config, dataset.tokenizer)
+    versions: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         yardstick = None
-        if args.yardstick:
+        if args.yardstick and name == "reference":
             lengths = np.resize(dataset.train.lengths, (YARDSTICK_BATCHES, YARDSTICK_EXAMPLES))
             request = {"model": yardstick_model(config.model), "lengths": lengths.tolist()}
             yardstick = common.Yardstick(args.yardstick_python, "yardstick.py", request)
             stack.enter_context(contextlib.closing(yardstick))
+            versions = yardstick.versions
         trainer = stack.enter_context(contextlib.closing(Trainer(config, dataset)))
+        print(f"\n{name}: {trainer.num_parameters:,} parameters\n")
         rounds = measure_rounds(args, config.model.dtype, trainer, yardstick)
 
     summary = summarise(rounds, flops_per_token(config.model, config.data.max_length))
-    cost = {"compile_seconds": trainer.compile_seconds, "peak_rss_mib": common.peak_rss_mib()}
-    print(f"\n{summary_table(summary, **cost)}")
-    result["versions"] = common.versions() | (yardstick.versions if yardstick else {})
-    result["settings"] = {"rounds": args.rounds, "seconds": args.seconds, "batch_size": config.train.batch_size}
-    result["settings"] |= {section: to_dict(getattr(config, section)) for section in ("model", "data", "slots")}
-    result |= {"num_parameters": trainer.num_parameters, **cost, **summary}
-    result["rounds"] = [round_record(measured) for measured in rounds]
+    cost = {"compile_seconds": trainer.compile_seconds, "compiled_flops": compiled_flops(config, dataset)}
+    cost["peak_rss_mib"] = common.peak_rss_mib()
+    print(f"\n{summary_table(summary, **cost)}", flush=True)
+    settings = {"rounds": args.rounds, "seconds": args.seconds, "batch_size": config.train.batch_size}
+    settings |= {section: to_dict(getattr(config, section)) for section in ("model", "data", "slots")}
+    about = {"settings": settings, "yardstick_versions": versions, "num_parameters": trainer.num_parameters}
+    return about | cost | summary | {"rounds": [round_record(measured) for measured in rounds]}
+
+
+def main(args: flags.FlagValues) -> None:
+    """Measures, prints and writes the result."""
+    keep_freed_memory()
+    names = common.parse_models(args.models)
+    output = common.result_path(args.output, "train")
+    result: dict[str, Any] = {"commit": common.commit(), "machine": common.machine(), "versions": common.versions()}
+    common.warn_if_busy(result["machine"])
+    result["models"] = {name: measure_model(args, name, config) for name, config in configs(args.config, names).items()}
     write_json(output, result)
     print(f"\nWritten to {output}.")
 

@@ -40,7 +40,9 @@ def test_summary_compares_within_rounds():
 def test_tables_have_every_figure():
     measured = train.Round([4e9, 8e9], OURS, THEIRS)
     assert train.round_row(1, measured) == "| 1 | 1,500 | 500.0 | 4 / 8 | 750 | 2000.0 | 2.00 |"
-    table = train.summary_table(train.summarise([measured], 1_000_000), compile_seconds=7.0, peak_rss_mib=1000.0)
+    table = train.summary_table(
+        train.summarise([measured], 1_000_000), compile_seconds=7.0, compiled_flops=1.02, peak_rss_mib=1000.0
+    )
     assert "| useful tokens per second | 1,500 (1,500 to 1,500) |" in table
     assert "| ratio, ours to the yardstick's | 2.00 (2.00 to 2.00) |" in table
 
@@ -50,7 +52,7 @@ def test_tables_without_the_yardstick():
     summary = train.summarise([measured], 1_000_000)
     assert "ratio" not in summary and "ratio" not in train.round_record(measured)
     assert train.round_row(1, measured) == "| 1 | 1,500 | 500.0 | 4 / 8 | – | – | – |"
-    assert "yardstick" not in train.summary_table(summary, 7.0, 1000.0)
+    assert "yardstick" not in train.summary_table(summary, 7.0, 1.02, 1000.0)
 
 
 def test_yardstick_batches_are_padded_to_the_longest():
@@ -167,7 +169,7 @@ def test_mixed_lengths_differ_widely():
 
 
 def test_the_random_model_has_100_million_parameters():
-    module, one = Transformer(decode.SHAPE_100M), np.zeros((1, 1), np.int32)
+    module, one = Transformer(common.SHAPE_100M), np.zeros((1, 1), np.int32)
     shapes = jax.tree.leaves(jax.eval_shape(module.init, jax.random.key(0), one, one))
     assert 95e6 < sum(leaf.size for leaf in shapes) < 105e6
 
@@ -181,7 +183,7 @@ def test_unusable_batch_sizes(sizes):
 
 def test_unknown_models():
     with pytest.raises(ConfigError, match="'7b'; the models are reference, 100m"):
-        decode.parse_models(["reference", "7b"])
+        common.parse_models(["reference", "7b"])
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
