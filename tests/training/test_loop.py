@@ -4,16 +4,20 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from tensorboardX.proto.event_pb2 import Event
 
 import refusion_jax as rf
 from refusion_jax.config import Config, ConfigError
 from refusion_jax.data import DataError, Tokenizer
+from refusion_jax.huggingface import CheckpointError
 from refusion_jax.training import loop
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.metrics import MetricsWriter, read_metrics
@@ -211,3 +215,120 @@ def test_a_configured_vocabulary_may_be_larger(tiny_config, tiny_run):
     resolved = loop.resolve(with_values(tiny_config, "model", vocab_size=64), tokenizer)
     assert resolved.model.vocab_size == 64
     assert loop.resolve(tiny_config, tokenizer).model.vocab_size == tokenizer.vocab_size
+
+
+# ---- what a run survives -------------------------------------------------------------------------------------------
+
+
+def short(tiny_config, **sections):
+    """Six steps with a record and a checkpoint of each."""
+    config = with_values(tiny_config, "train", steps=6, log_every=1)
+    config = with_values(config, "checkpoint", save_every=1, keep=10)
+    for section, values in sections.items():
+        config = with_values(config, section, **values)
+    return config
+
+
+def test_a_run_that_diverges_ends_with_its_checkpoints_as_they_were(tiny_config, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    config = short(tiny_config, optimizer={"learning_rate": 1e38, "clip_norm": 1e30}, train={"max_skipped": 2})
+    with pytest.raises(loop.DivergedError) as caught:
+        loop.train(config, workdir)
+    out = capsys.readouterr().out
+    first = int(out.partition("Step ")[2].partition(":")[0])
+    assert f"Step {first}: the loss or its gradient is not finite; nothing was updated (1 such in a row, 2 end" in out
+    assert str(caught.value).startswith(f"Step {first + 1}: the loss or its gradient is not finite, as in the 2 steps")
+    whole = sorted(map(int, os.listdir(workdir / "checkpoints")))
+    assert whole and max(whole) < first + 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(rf.load(workdir).params))
+
+
+def test_a_signal_saves_the_step_under_way(tiny_config, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    config = short(tiny_config, checkpoint={"save_every": 100})
+    monkeypatch.setattr(loop.StopRequest, "after", lambda self, step: signal.SIGTERM if step == 3 else None)
+    loop.train(config, workdir)
+    assert "Stopped by SIGTERM after step 3 of 6; saved. The same command continues." in capsys.readouterr().out
+    assert os.listdir(workdir / "checkpoints") == ["3"]
+    assert not (workdir / "summary.json").exists()
+    monkeypatch.setattr(loop.StopRequest, "after", lambda self, step: signal.SIGINT if step == 5 else None)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config, workdir)
+    assert sorted(os.listdir(workdir / "checkpoints")) == ["3", "5"]
+
+
+def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_config, tmp_path, capsys):
+    workdir = shutil.copytree(tiny_run, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "20")
+    config = with_values(tiny_config, "mesh", data=-1, fsdp=1)
+    config = with_values(config, "checkpoint", keep_best=1, save_every=3)
+    config = with_values(config, "data", cache_dir=str(tmp_path / "cache"))
+    loop.train(config, workdir)
+    assert "Continuing from step 10." in capsys.readouterr().out
+    got, expected = rf.load(workdir).params, rf.load(tiny_run).params
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (got, expected))))
+    assert read_run_config(epath.Path(workdir)).checkpoint.keep_best == 1
+
+
+def test_data_that_changed_since_the_checkpoint_are_refused(tiny_config, tmp_path):
+    examples = [{"query": "abc" * n, "response": "cba"} for n in range(1, 9)]
+    config = short(json_config(tiny_config, tmp_path, examples), train={"steps": 2})
+    workdir = tmp_path / "run"
+    loop.train(config, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    json_config(tiny_config, tmp_path, examples[::-1])
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        loop.train(config, workdir)
+    loop.train(with_values(config, "checkpoint", accept_changed_data=True), workdir)
+    assert (workdir / "summary.json").exists()
+
+
+def test_a_profile_is_written(tiny_config, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    loop.train(short(tiny_config, train={"profile_steps": (2, 3)}), workdir)
+    assert f"Profile of steps 2 to 3: {workdir}/profile." in capsys.readouterr().out
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+
+
+# ---- beginning with given weights ----------------------------------------------------------------------------------
+
+
+def test_a_run_begins_with_the_weights_and_tokenizer_of_another(tiny_run, tiny_config, tmp_path):
+    config = with_values(tiny_config, "optimizer", warmup_steps=1)  # the first step's rate is 0
+    config = with_values(config, "train", init_from=str(tiny_run), steps=1, log_every=1)
+    loop.train(config, tmp_path / "run")
+    got, expected = rf.load(tmp_path / "run"), rf.load(tiny_run)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (got.params, expected.params))))
+    assert got.tokenizer.model == expected.tokenizer.model
+
+
+def test_weights_of_another_model_are_refused(tiny_run, tiny_config, tmp_path):
+    config = with_values(tiny_config, "train", init_from=str(tiny_run))
+    with pytest.raises(CheckpointError) as caught:
+        loop.train(with_values(config, "model", num_hidden_layers=2), tmp_path / "run")
+    sentence = f"{tiny_run} holds the weights of another model: model.num_hidden_layers is 1 there and 2 here."
+    assert str(caught.value) == sentence
+    with pytest.raises(CheckpointError, match=r"^nowhere, which train\.init_from names, is not a directory\.$"):
+        loop.train(with_values(tiny_config, "train", init_from="nowhere"), tmp_path / "other")
+
+
+def test_adapters_are_saved_alone_resumed_and_merged(tiny_run, tiny_config, tmp_path, monkeypatch):
+    adapters = {"rank": 2, "targets": ("q_proj", "down_proj")}
+    config = short(tiny_config, train={"init_from": str(tiny_run)}, lora=adapters)
+    loop.train(config, tmp_path / "whole")
+    monkeypatch.setattr(loop.StopRequest, "after", lambda self, step: signal.SIGTERM if step == 3 else None)
+    loop.train(config, tmp_path / "run")
+    monkeypatch.undo()
+    loop.train(config, tmp_path / "run")
+    got, whole, base = (rf.load(path) for path in (tmp_path / "run", tmp_path / "whole", tiny_run))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (got.params, whole.params))))
+    changed = {
+        jax.tree_util.keystr(path)
+        for (path, leaf), other in zip(
+            jax.tree_util.tree_leaves_with_path(got.params), jax.tree.leaves(base.params), strict=True
+        )
+        if not np.array_equal(leaf, other)
+    }
+    assert changed == {"['layers']['self_attn']['q_proj']['kernel']", "['layers']['mlp']['down_proj']['kernel']"}
+    saved = ocp.StandardCheckpointHandler().metadata(epath.Path(tmp_path / "run" / "checkpoints" / "6" / "params"))
+    assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(getattr(saved, "tree", saved))) == 2 * (32 * 2 + 2 * 32)

@@ -3,7 +3,6 @@
 Processes are real, devices simulated; what goes between processes goes over loopback.
 """
 
-import json
 import os
 import random
 import signal
@@ -190,18 +189,38 @@ def test_a_single_process_saves_before_it_stops(number, status, tmp_path):
     assert stopped in os.listdir(tmp_path / "run" / "checkpoints")
 
 
-def test_an_error_of_one_process_ends_all(tmp_path):
-    """Process 1 finds no room for its tokenizer's cache: a file stands where the directory should be."""
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps({"query": "a", "response": "b"}) + "\nnonsense\n")
-    good = tmp_path / "good.jsonl"
-    good.write_text((json.dumps({"query": "abc", "response": "cba"}) + "\n") * 40)
-    link = tmp_path / "train.jsonl"
-    link.symlink_to(good)
-    job = Job(tmp_path / "run", processes=2, data__source="json", data__train_files=link, mesh__data=2)
+def test_an_interrupt_of_one_process_ends_all(tmp_path):
+    job = Job(tmp_path / "run", processes=2, mesh__data=2)
     job.wait_for_step(2)
     job.processes[1].send_signal(signal.SIGINT)
     statuses, printed = job.wait()
-    assert statuses[1] == 130
-    assert statuses[0] == 2
+    assert statuses == [2, 130], printed
     assert "error: process 1 of 2 failed: " in printed[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB, and what makes it larger."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if subprocess.run(options, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield disk, lambda: subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_a_run_cleanly(small_disk, tmp_path):
+    disk, enlarge = small_disk
+    settings = {"devices": 1, "checkpoint__keep": 40, "checkpoint__save_every": 1}
+    statuses, printed = Job(disk / "run", **settings).wait()
+    assert statuses == [2], printed
+    assert "Traceback" not in printed[0]
+    last = printed[0].strip().splitlines()[-1]
+    assert last.startswith("error: ") and "cannot be written" in last
+    saved = [int(name) for name in os.listdir(disk / "run" / "checkpoints") if name.isdecimal()]
+    assert saved and max(saved) < STEPS
+    enlarge()
+    params = trained(disk / "run", **settings)
+    expected = trained(tmp_path / "whole", **settings)
+    assert all(map(np.array_equal, leaves(params), leaves(expected)))
