@@ -7,6 +7,8 @@ On a TPU pod run the same command on every host. Elsewhere --num_processes, --pr
 processes; all of them read the same data and --workdir.
 """
 
+import logging
+
 from absl import flags
 
 from refusion_jax import command_line
@@ -28,6 +30,9 @@ flags.DEFINE_string(
 def main(args: flags.FlagValues) -> None:
     """Trains with the parsed flags."""
     keep_freed_memory()
+    # What fails in the background is said in one sentence when the run ends for it; tracebacks of threads bury that.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with failing_together(join_processes(args)):
         train(args.config, args.workdir)
 

@@ -12,7 +12,9 @@ One whose files are not what `files.json` says is damaged: it is moved to `damag
 import base64
 import contextlib
 import dataclasses
+import errno
 import operator
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -195,7 +197,8 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+    text, full = str(error), os.strerror(errno.ENOSPC)
+    return full if full in text else text.strip().split("\n")[0][:200] or type(error).__name__
 
 
 @contextlib.contextmanager
