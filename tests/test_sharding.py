@@ -39,7 +39,8 @@ from refusion_jax.training.step import make_train_step
 
 STEPS, DEVICES = 20, 8
 MESHES = {"1x1x1": (1, 1, 1), "2x2x2": (2, 2, 2), "1x8x1": (1, 8, 1), "8x1x1": (8, 1, 1), "1x2x4": (1, 2, 4)}
-QUICK, SLOW = ("1x1x1", "2x2x2"), ("1x8x1", "8x1x1", "1x2x4")
+QUICK, SLOW = ("1x1x1", "2x2x2"), ("1x8x1", "8x1x1", "1x2x4", "2x1x2 in parts")
+MESHES["2x1x2 in parts"] = (2, 1, 2)  # where a step computes each batch in two parts, with a chunked loss
 MODEL = ModelConfig(
     vocab_size=24,
     hidden_size=32,
@@ -85,11 +86,11 @@ def odd_vocabulary(mesh):
 class Run:
     """A few steps on one mesh, compiled apart so that several can be at once."""
 
-    def __init__(self, *sizes):
+    def __init__(self, *sizes, **switches):
         self.mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: math.prod(sizes)])
         module, optimizer = Transformer(MODEL), make_optimizer(OptimizerConfig(warmup_steps=0), STEPS)
         self.state, shardings = init_state(module, optimizer, 0, self.mesh)
-        step = make_train_step(module, optimizer, SlotsConfig(sizes=(4, 8)), self.mesh, shardings)
+        step = make_train_step(module, optimizer, SlotsConfig(sizes=(4, 8)), self.mesh, shardings, **switches)
         with jax.set_mesh(self.mesh):
             self.lowered = step.lower(self.state, make_batch(0), np.int32(0))
 
@@ -182,7 +183,7 @@ def test_batches_are_split_over_data_and_fsdp(name, results_of):
     assert results_of(name)["batch_shard"] == [8 // (MESHES[name][0] * MESHES[name][1]), 40]
 
 
-@each_mesh
+@pytest.mark.parametrize("name", QUICK)
 def test_the_step_constrains_activations(name, results_of):
     """The embedding and the embedded tokens, and in the scanned layer query, key, value, the inner width and the
     residual stream twice, each again for its gradient; and the output embedding, gathered once for the loss.
@@ -295,7 +296,8 @@ def test_every_axis_has_one_rule():
 
 def main(root, names):
     """Trains on each mesh; the first also saves, and the others restore that before they train."""
-    runs = {name: Run(*MESHES[name]) for name in names}
+    parts = {"accumulate_steps": 2, "loss_chunk": 16}
+    runs = {name: Run(*MESHES[name], **(parts if "parts" in name else {})) for name in names}
     with ThreadPoolExecutor() as pool:
         list(pool.map(Run.compile, runs.values()))
     results = {}
