@@ -100,6 +100,9 @@ class ModelConfig:
 
     `rope_scaling` divides position IDs before RoPE (linear interpolation): the model then reaches `context_length`
     positions, so many times `max_position_embeddings`.
+
+    In rows longer than `attention_chunk` the attention scores of so many query tokens exist at a time, and are computed
+    again for the gradient; 0 never does that.
     """
 
     vocab_size: int = 0
@@ -122,12 +125,14 @@ class ModelConfig:
     param_dtype: str = "float32"
     remat: str = "none"
     scan_unroll: int = 1
+    attention_chunk: int = 1024
 
     def __post_init__(self) -> None:
         _require_types("model", self)
         _require_minimum(
             "model", self, vocab_size=0, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=2, max_position_embeddings=1, initializer_range=0, scan_unroll=1,
+            attention_chunk=0,
             rope_scaling=1,
         )  # fmt: skip
         for field in ("rope_theta", "rms_norm_eps"):

@@ -19,7 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, OptimizerConfig, SlotsConfig
+from refusion_jax.config import (
+    CheckpointConfig,
+    ConfigError,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SlotsConfig,
+    to_dict,
+)
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import (
     RULES,
@@ -99,7 +107,7 @@ class Run:
 
     def restored_norm(self, workdir):
         """Continues what `workdir` holds, as far as the mesh goes."""
-        checkpoints = Checkpoints(workdir, CheckpointConfig(), About({"model": {}}, "", b""))
+        checkpoints = Checkpoints(workdir, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", b""))
         restored = checkpoints.restore(self.state)
         checkpoints.close()
         assert restored.step == STEPS
@@ -305,7 +313,7 @@ def main(root, names):
         found = {"initial_norm": norm(run.state), "restored_norm": run.restored_norm(root) if results else None}
         results[name] = found | run.results() | {"norm": norm(run.state)}
         if len(results) == 1:
-            checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": {}}, "", b""))
+            checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", b""))
             checkpoints.save(run.state)
             checkpoints.close()
     (root / "results.json").write_text(json.dumps(results))

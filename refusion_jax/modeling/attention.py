@@ -49,6 +49,19 @@ class KVCache(flax.struct.PyTreeNode):
     lengths: jax.Array
 
 
+class LongVisibility(flax.struct.PyTreeNode):
+    """What `visibility_bias` is made of, for queries too long to have a bias and scores of all pairs at once.
+
+    Attributes:
+      visibility: of the tokens. lengths: committed entries of every buffer, (batch,) or (1,) int32 each.
+      chunk: query tokens of a row whose scores exist at a time.
+    """
+
+    visibility: Visibility
+    lengths: tuple[jax.Array, ...]
+    chunk: int = flax.struct.field(pytree_node=False)
+
+
 def visibility_bias(visibility: Visibility, caches: Sequence[KVCache] = ()) -> jax.Array:
     """What to add to attention scores so that a token sees only what it may.
 
@@ -56,17 +69,28 @@ def visibility_bias(visibility: Visibility, caches: Sequence[KVCache] = ()) -> j
       (batch, length, total) float32, entries of the buffers first and in their order, then the tokens: 0 where visible,
       else a finite floor, so that a token that sees nothing gets a mean rather than NaN.
     """
-    same = visibility.segment[:, :, None] == visibility.segment[:, None, :]
-    earlier = visibility.order[:, None, :] <= visibility.order[:, :, None]
-    key_group, query_group = visibility.group[:, None, :], visibility.group[:, :, None]
+    sizes = [cache.keys.shape[3] for cache in caches]
+    return _bias(visibility, visibility, [cache.lengths for cache in caches], sizes)
+
+
+def _bias(queries: Visibility, tokens: Visibility, lengths: Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
+    """The rows of `visibility_bias` for some of the tokens, `queries`; `sizes` are those of the buffers."""
+    same = queries.segment[:, :, None] == tokens.segment[:, None, :]
+    earlier = tokens.order[:, None, :] <= queries.order[:, :, None]
+    key_group, query_group = tokens.group[:, None, :], queries.group[:, :, None]
     shared = (key_group == 0) | (key_group == query_group) | (query_group == ALL_GROUPS)
     mask = same & earlier & shared
-    committed = [jnp.arange(cache.keys.shape[3]) < cache.lengths[:, None, None] for cache in caches]
+    committed = [jnp.arange(size) < length[:, None, None] for size, length in zip(sizes, lengths, strict=True)]
     parts = [jnp.broadcast_to(part, (*mask.shape[:2], part.shape[2])) for part in committed]
     return jnp.where(jnp.concatenate([*parts, mask], axis=-1), 0.0, jnp.finfo(jnp.float32).min)
 
 
-def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array) -> jax.Array:
+def attend(
+    query: jax.Array,
+    keys: tuple[jax.Array, ...],
+    values: tuple[jax.Array, ...],
+    bias: jax.Array | LongVisibility,
+) -> jax.Array:
     """Scaled dot-product attention over several blocks of keys, softmax in float32.
 
     Heads come first so that every (row, kv head) is one matrix product; the query heads that share a kv head are
@@ -75,11 +99,14 @@ def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Arra
     Args:
       query: (batch, length, heads, head_dim).
       keys, values: blocks of (batch, kv_heads, block_length, head_dim); a block of batch 1 serves all rows.
-      bias: (batch, length, total block length) float32, from `visibility_bias`.
+      bias: (batch, length, total block length) float32, from `visibility_bias`; or what it is made of, and then it and
+        the scores exist for a chunk of the query at a time, and are computed again for the gradient.
 
     Returns:
       (batch, length, heads * head_dim), in the query's dtype.
     """
+    if isinstance(bias, LongVisibility):
+        return _attend_in_chunks(query, keys, values, bias)
     batch, length, num_heads, head_dim = query.shape
     kv_heads = keys[0].shape[1]
     grouped = (query * head_dim**-0.5).reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
@@ -87,6 +114,26 @@ def attend(query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Arra
     mixed = _attend_grouped(grouped, keys, values, bias)
     mixed = mixed.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, length, num_heads * head_dim)
+
+
+def _attend_in_chunks(
+    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], long: LongVisibility
+) -> jax.Array:
+    batch, length = query.shape[:2]
+    count = -(-length // long.chunk)
+    sizes = [block.shape[2] for block in keys[:-1]]
+
+    def cut(values: jax.Array) -> jax.Array:
+        """(count, batch, chunk, ...) from (batch, length, ...); what is behind the end is cut off the result."""
+        padding = ((0, 0), (0, count * long.chunk - length), *[(0, 0)] * (values.ndim - 2))
+        return jnp.moveaxis(jnp.pad(values, padding).reshape(batch, count, long.chunk, *values.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def of_chunk(part: tuple[jax.Array, Visibility]) -> jax.Array:
+        return attend(part[0], keys, values, _bias(part[1], long.visibility, long.lengths, sizes))
+
+    mixed = jax.lax.map(of_chunk, (cut(query), jax.tree.map(cut, long.visibility)))
+    return jnp.moveaxis(mixed, 0, 1).reshape(batch, count * long.chunk, -1)[:, :length]
 
 
 @jax.custom_vjp

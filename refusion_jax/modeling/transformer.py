@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from refusion_jax.config import PROJECTIONS, ModelConfig
-from refusion_jax.modeling.attention import KVCache, Visibility, attend, visibility_bias
+from refusion_jax.modeling.attention import KVCache, LongVisibility, Visibility, attend, visibility_bias
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
 
@@ -99,10 +99,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: jax.Array, packing: Packing | None
+        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: Any, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
-        batch, length = bias.shape[:2]
+        batch, length = (bias.visibility.segment if isinstance(bias, LongVisibility) else bias).shape[:2]
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
             projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: jax.Array, packing: Packing | None
+        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: Any, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         normed = _norm(c, "embed", "input_layernorm")(hidden)
@@ -206,7 +206,10 @@ class Transformer(nn.Module):
         table = constrain(self.embed_tokens.embedding.astype(c.dtype), "vocab", "activation_embed")
         hidden = constrain(jnp.take(table, tokens.reshape(-1), axis=0), "batch", "activation_embed")
         rope = rotary_angles(position_ids, c.head_dim, c.rope_theta, c.rope_scaling)
-        bias = visibility_bias(visibility, caches)
+        if visibility.segment.shape[1] > c.attention_chunk > 0:
+            bias: Any = LongVisibility(visibility, tuple(cache.lengths for cache in caches), c.attention_chunk)
+        else:
+            bias = visibility_bias(visibility, caches)
         layers = nn.scan(
             _remat(Block, c),
             variable_axes={"params": 0, "lora": 0},

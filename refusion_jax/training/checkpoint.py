@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from refusion_jax.config import LESS_IS_BETTER, CheckpointConfig, join_some
+from refusion_jax.config import LESS_IS_BETTER, CheckpointConfig, ModelConfig, join_some
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.training.integrity import (
     absolute,
@@ -33,7 +33,7 @@ from refusion_jax.training.integrity import (
     set_damaged_aside,
     warn,
 )
-from refusion_jax.training.run_directory import CHECKPOINTS_NAME, differences
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, completed, differences
 from refusion_jax.training.state import TrainState
 from refusion_jax.training.weights import check_shapes
 
@@ -153,7 +153,8 @@ class Checkpoints:
         return state
 
     def _check_model(self, about: dict[str, Any], where: str) -> None:
-        different = differences(about["config"]["model"], self._about.config["model"], "model")
+        saved = completed(ModelConfig, about["config"]["model"])
+        different = differences(saved, self._about.config["model"], "model")
         if different:
             raise CheckpointError(f"{where} is of another architecture: {join_some(different, 3)}.")
 

@@ -20,8 +20,9 @@ TOKENIZER_NAME = "tokenizer"
 # What may differ between the parts of a run that is continued: none of it changes what is computed.
 FREE_SETTINGS = (
     "mesh", "checkpoint", "decode", "data.read_threads", "data.workers", "data.prefetch", "data.cache_dir",
-    "model.remat", "model.scan_unroll", "train.log_every", "train.eval_every", "train.eval_draws",
-    "train.eval_decode_examples", "train.profile_steps", "train.max_skipped", "train.slow_step_factor",
+    "model.remat", "model.scan_unroll", "model.attention_chunk", "train.log_every", "train.eval_every",
+    "train.eval_draws", "train.eval_decode_examples", "train.profile_steps", "train.max_skipped",
+    "train.slow_step_factor",
 )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def claim_workdir(workdir: epath.Path, config: Config) -> None:
         if not path.exists():
             write_json(path, to_dict(config))
             return
-        saved, wanted = json.loads(path.read_text()), to_dict(config)
+        saved, wanted = completed(Config, json.loads(path.read_text())), to_dict(config)
     except (OSError, json.JSONDecodeError) as error:
         raise WorkdirError(f"{workdir} cannot be used as a work directory: {error}.") from error
     different = differences(saved, wanted)
@@ -55,6 +56,14 @@ def claim_workdir(workdir: epath.Path, config: Config) -> None:
             f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
             "it."
         )
+
+
+def completed(cls: type, saved: Any) -> Any:
+    """A saved plain configuration with the defaults of the fields that its version did not have yet."""
+    try:
+        return to_dict(from_dict(cls, saved))
+    except (ConfigError, AttributeError, TypeError):  # not one that this version knows
+        return saved
 
 
 def differences(saved: Any, wanted: Any, name: str = "") -> list[str]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax.modeling.attention import ALL_GROUPS, KVCache, Visibility, attend, visibility_bias
+from refusion_jax.modeling.attention import ALL_GROUPS, KVCache, LongVisibility, Visibility, attend, visibility_bias
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -194,3 +194,36 @@ def test_a_token_that_sees_nothing_is_finite_and_has_a_finite_gradient():
     assert np.isfinite(out)
     assert np.isfinite(gradient).all()
     assert np.isfinite(attend(query, keys, values, bias)).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, LENGTH - 1])
+@pytest.mark.parametrize("with_buffer", [False, True], ids=["one block", "two blocks"])
+def test_chunks_of_the_query_change_nothing(with_buffer, chunk):
+    query, keys, values = random_inputs(9, with_buffer)
+    cotangent = np.random.default_rng(2).normal(size=(BATCH, LENGTH, HEADS * HEAD_DIM)).astype(np.float32)
+    caches = [cache_of(keys[0], values[0])] if with_buffer else []
+
+    def outcome(bias):
+        def loss(*inputs):
+            out = attend(*inputs, bias)
+            return jnp.sum(out * cotangent), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query, keys, values)
+
+    for kind in ("packed", "slot-local causal"):
+        long = LongVisibility(labels(kind), tuple(cache.lengths for cache in caches), chunk)
+        got, expected = outcome(long), outcome(visibility_bias(labels(kind), caches))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
+
+
+def test_scores_of_long_rows_never_exist_as_a_whole():
+    """Value and gradient of a row of 8,192 tokens: its scores alone would take 2 heads * 8,192**2 * 4 bytes."""
+    length, heads = 8192, 2
+    shapes = jax.eval_shape(lambda: (jnp.zeros((1, length, heads, 4)), jnp.zeros((1, 1, length, 4))))
+    long = jax.eval_shape(lambda: LongVisibility(Visibility.causal(1, length), (), 256))
+
+    def loss(query, block, long):
+        return jnp.sum(attend(query, (block,), (block,), long) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes, long).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * heads * length**2 * 4

@@ -13,14 +13,14 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from refusion_jax.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
+from refusion_jax.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig, to_dict
 from refusion_jax.files import write_json
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.training.checkpoint import About, Checkpoints
 from refusion_jax.training.run_directory import WorkdirError, claim_workdir, read_run_config
 from refusion_jax.training.state import TrainState
 
-ABOUT = About({"model": {"hidden_size": 32}}, "data", b"tokenizer")
+ABOUT = About({"model": to_dict(ModelConfig(hidden_size=32))}, "data", b"tokenizer")
 
 
 def make_state(step, scale=1.0):
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with closing(open_checkpoints(tmp_path)) as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(other)
     assert str(caught.value).startswith(f"{where} does not match its config.json: norm/weight is missing (expe")
-    about = dataclasses.replace(ABOUT, config={"model": {"hidden_size": 64, "remat": "full"}})
+    about = dataclasses.replace(ABOUT, config={"model": to_dict(ModelConfig(hidden_size=64, remat="full"))})
     with closing(open_checkpoints(tmp_path, about)) as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(make_state(0))
     assert str(caught.value) == (f"{where} is of another architecture: model.hidden_size is 32 there and 64 here.")
@@ -194,6 +194,10 @@ def test_a_work_directory_is_claimed_once(tmp_path):
     claim_workdir(workdir, config)
     assert os.listdir(workdir) == ["config.json"]
     assert read_run_config(workdir) == config
+    older = json.loads((workdir / "config.json").read_text())
+    del older["train"]["max_skipped"], older["lora"]  # saved before there were such settings
+    (workdir / "config.json").write_text(json.dumps(older))
+    claim_workdir(workdir, config)
     other = Config(train=TrainConfig(steps=7_000, seed=3), optimizer=OptimizerConfig(learning_rate=0.5, beta1=0.5))
     with pytest.raises(WorkdirError) as caught:
         claim_workdir(workdir, other)
@@ -205,7 +209,7 @@ def test_a_work_directory_is_claimed_once(tmp_path):
     assert read_run_config(workdir) == config
 
 
-@pytest.mark.parametrize("content", ["{", "", "[]", '{"model": {}}'])
+@pytest.mark.parametrize("content", ["{", "", "[]", '{"model": {"hidden_size": 7}}'])
 def test_a_directory_that_cannot_be_claimed(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(WorkdirError, match=rf"^{tmp_path} "):
