@@ -605,6 +605,18 @@ class Config:
             f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, more than train.steps ({self.train.steps}); "
             "lower it.",
         )
+        evaluated = self.train.eval_every > 0 and (
+            self.checkpoint.best_metric in LESS_IS_BETTER or self.train.eval_decode_examples > 0
+        )
+        _require(
+            self.checkpoint.keep_best == 0 or evaluated,
+            f"checkpoint.keep_best is {self.checkpoint.keep_best}, but {self.checkpoint.best_metric} is not measured "
+            "on the way; set train.eval_every, and for decoded metrics train.eval_decode_examples.",
+        )
+        _require(
+            max(self.train.profile_steps, default=0) <= self.train.steps,
+            f"train.profile_steps is {self.train.profile_steps}, beyond train.steps ({self.train.steps}).",
+        )
         _require(
             self.lora.rank == 0 or bool(self.train.init_from),
             f"lora.rank is {self.lora.rank} without train.init_from; name the run or directory whose weights to adapt.",

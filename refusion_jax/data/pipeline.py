@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -173,3 +174,4 @@ def _end_with(parent: int, worker: int, workers: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that reads, which ends its workers

@@ -35,18 +35,19 @@ from refusion_jax.training.integrity import (
 )
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, completed, differences
 from refusion_jax.training.state import TrainState
-from refusion_jax.training.weights import check_shapes
+from refusion_jax.training.weights import check_base, check_shapes
 
 DAMAGED_NAME = "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself, besides its step."""
+    """What a checkpoint says of itself, besides its step; `base_digest` is that of the weights that adapters adapt."""
 
     config: dict[str, Any]
     data_fingerprint: str
     tokenizer: bytes
+    base_digest: str = ""
 
 
 class Checkpoints:
@@ -78,7 +79,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies), enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        with _writing(self._directory):
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
         """Saves a state under its step; a step that is saved already stays as it is.
@@ -144,6 +146,7 @@ class Checkpoints:
                 warn(f"{where} cannot be read ({_first_line(error)}); trying the one before.")
                 continue
             self._check_data(about, where)
+            check_base(about, self._about.base_digest, where)
             for skipped in steps[: steps.index(step)]:
                 set_aside(self._directory, self._damaged, skipped)
             self._manager.reload()

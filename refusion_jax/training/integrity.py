@@ -67,6 +67,9 @@ def _damage(checkpoint: epath.Path) -> str | None:
         return None
     except (OSError, ValueError):
         return f"{FILES_NAME} cannot be read"
+    unlisted = sorted(name for name, _ in _contents(checkpoint) if name not in listed)
+    if unlisted:
+        return f"its file {unlisted[0]} is not listed"
     for name, (size, checksum) in listed.items():
         try:
             found = _checksum(checkpoint / name)

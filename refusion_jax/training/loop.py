@@ -15,7 +15,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from refusion_jax.config import Config, ConfigError, to_dict
+from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
 from refusion_jax.data import Dataset, Tokenizer, iterate, load_dataset, make_batches
 from refusion_jax.files import write_json
 from refusion_jax.modeling import Transformer
@@ -25,12 +25,18 @@ from refusion_jax.training.checkpoint import About, Checkpoints
 from refusion_jax.training.evaluation import held_out_answers, held_out_loss
 from refusion_jax.training.flops import flops_per_token, peak_flops
 from refusion_jax.training.guard import StopRequest, Watchdog
-from refusion_jax.training.metrics import MetricsWriter
+from refusion_jax.training.metrics import MetricsWriter, finite
 from refusion_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from refusion_jax.training.run_directory import TOKENIZER_NAME, claim_workdir
+from refusion_jax.training.run_directory import (
+    TOKENIZER_NAME,
+    check_workdir,
+    claim_workdir,
+    lock_workdir,
+    save_tokenizer,
+)
 from refusion_jax.training.state import TrainState, init_state
 from refusion_jax.training.step import Metrics, make_eval_loss, make_train_step
-from refusion_jax.training.weights import initial_params
+from refusion_jax.training.weights import initial_params, weights_digest
 
 SUMMARY_NAME = "summary.json"
 PROFILE_NAME = "profile"
@@ -44,21 +50,24 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
     """Fills in what the tokenizer decides: special tokens, and the vocabulary's size where it is 0.
 
     Raises:
-      ConfigError: when the configured vocabulary is too small for the tokenizer.
+      ConfigError: when the configured vocabulary is too small for the tokenizer, or has other special tokens.
     """
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size is {config.model.vocab_size}, too small for the tokenizer's {tokenizer.vocab_size} "
             "tokens; use 0 to take the tokenizer's."
         )
-    model = dataclasses.replace(
-        config.model,
-        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_ids=(tokenizer.eos_token_id,),
-        mask_token_id=tokenizer.mask_token_id,
-    )
-    return dataclasses.replace(config, model=model)
+    special: dict[str, Any] = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_ids": (tokenizer.eos_token_id,),
+        "mask_token_id": tokenizer.mask_token_id,
+    }
+    for name, token in special.items():
+        given = getattr(config.model, name)
+        if given not in (token, getattr(ModelConfig(), name)):
+            raise ConfigError(f"model.{name} is {given}, but the tokenizer's is {token}, which decides; leave it out.")
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size, **special))
 
 
 def train(config: Config, workdir: os.PathLike[str] | str) -> None:
@@ -81,15 +90,19 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
     check_mesh(mesh, config.model, config.train.batch_size, config.train.accumulate_steps)
     dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=_given_tokenizer(config, workdir))
     config = resolve(config, dataset.tokenizer)
-    _claim(workdir, config, dataset.tokenizer)
+    check_workdir(workdir, config)
 
     module = Transformer(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     state, shardings = init_state(module, optimizer, config.train.seed, mesh, config.lora)
-    about = About(to_dict(config), dataset.fingerprint, dataset.tokenizer.model)
-    checkpoints = Checkpoints(workdir, config.checkpoint, about)
-    with contextlib.closing(checkpoints):
-        state = checkpoints.restore(_begin(config, state, shardings))
+    state = _begin(config, state, shardings)
+    base = "" if state.base is None else weights_digest(state.base)
+    about = About(to_dict(config), dataset.fingerprint, dataset.tokenizer.model, base)
+    with (
+        _claim(workdir, config, dataset.tokenizer),
+        _closing(Checkpoints(workdir, config.checkpoint, about)) as checkpoints,
+    ):
+        state = checkpoints.restore(state)
         if int(state.step) >= config.train.steps:
             _say(f"{workdir} has already been trained for {config.train.steps:,} steps.")
             return
@@ -110,6 +123,18 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
             run.train(state)
 
 
+@contextlib.contextmanager
+def _closing(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
+    """Closes checkpoints at the end; of several processes one that fails does not wait for what the others wrote."""
+    try:
+        yield checkpoints
+    except BaseException:
+        if jax.process_count() == 1:
+            checkpoints.close()
+        raise
+    checkpoints.close()
+
+
 def _begin(config: Config, state: TrainState, shardings: Any) -> TrainState:
     """The state with the weights that the run begins with, where it is told to."""
     if not config.train.init_from:
@@ -127,14 +152,16 @@ def _given_tokenizer(config: Config, workdir: epath.Path) -> Tokenizer | None:
     return None if found is None else Tokenizer.load(found)
 
 
-def _claim(workdir: epath.Path, config: Config, tokenizer: Tokenizer) -> None:
-    """Makes the run directory, or checks the one that is there; one process writes, then all look."""
+def _claim(workdir: epath.Path, config: Config, tokenizer: Tokenizer) -> contextlib.AbstractContextManager[Any]:
+    """Makes the run directory, one process for all; while the result is open no other run can have it."""
+    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if jax.process_index() == 0:
         claim_workdir(workdir, config)
-        tokenizer.save(workdir / TOKENIZER_NAME)
+        lock = lock_workdir(workdir)
+        save_tokenizer(workdir, tokenizer)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("refusion_jax.workdir")
-        claim_workdir(workdir, config)
+    return lock
 
 
 def _say(line: str) -> None:
@@ -334,8 +361,8 @@ class _Run:
 
     def _profile(self, step: int) -> None:
         """Begins or ends the trace that `train.profile_steps` asks for."""
-        first, last = self.config.train.profile_steps or (0, 0)
-        if step == first:
+        first, last = self.config.train.profile_steps or (0, -1)
+        if first <= step <= last and not self._tracing:
             jax.profiler.start_trace(str(self.workdir / PROFILE_NAME))
             self._tracing = True
         elif step == last + 1 and self._tracing:
@@ -377,6 +404,6 @@ class _Run:
         summary = last | self._rates(self.total) | {"compile_seconds": self.compile_seconds, "train_seconds": seconds}
         del summary["seconds"]
         if jax.process_index() == 0:
-            write_json(self.workdir / SUMMARY_NAME, summary)
+            write_json(self.workdir / SUMMARY_NAME, finite(summary))
         rates = f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['data_wait_share']:.1%} of it waiting for data"
         _say(f"Trained {last['step']:,} steps in {seconds:.0f} s: {rates}, loss {last['loss']:.3f}.")

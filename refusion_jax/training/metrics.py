@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ class MetricsWriter:
 
     def _rewrite(self) -> None:
         with replace_file(self._path) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in self._records).encode())
+            file.write("".join(_line(record) for record in self._records).encode())
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -67,7 +68,7 @@ class MetricsWriter:
                 self._records.append(record)
                 self._rewrite()
             else:
-                self._file.write(json.dumps(record) + "\n")
+                self._file.write(_line(record))
                 self._file.flush()
             for name, value in record.items():
                 if name != "step":
@@ -95,13 +96,24 @@ class MetricsWriter:
                     self._file.close()
 
 
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(finite(record)) + "\n"
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with None for what is no number, which JSON cannot express."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+
+
 def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
-    """The records of a run so far; a last line cut short by a crash is left out."""
+    """The records of a run so far, NaN for what was no number; a last line cut short by a crash is left out."""
     path = workdir / METRICS_NAME
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            records.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
         except json.JSONDecodeError:
             break
     return records

@@ -4,13 +4,18 @@ It holds `config.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` and `tok
 gs://bucket/name, in object storage.
 """
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
 
 from refusion_jax.config import Config, ConfigError, from_dict, join_some, to_dict
-from refusion_jax.files import write_json
+from refusion_jax.data.tokenizers import MODEL_NAME, Tokenizer
+from refusion_jax.files import is_remote, write_json
 from refusion_jax.huggingface import CheckpointError
 
 CONFIG_NAME = "config.json"
@@ -38,24 +43,80 @@ def claim_workdir(workdir: epath.Path, config: Config) -> None:
     Raises:
       WorkdirError: when it holds a different configuration (naming the fields), or is not a directory one can write to.
     """
+    saved, wanted = check_workdir(workdir, config), to_dict(config)
+    with _writing(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        if saved != wanted:
+            write_json(workdir / CONFIG_NAME, wanted)
+
+
+def save_tokenizer(workdir: epath.Path, tokenizer: Tokenizer) -> None:
+    """Saves the run's tokenizer, unless it is there.
+
+    Raises:
+      WorkdirError: when it cannot be written.
+    """
+    path = workdir / TOKENIZER_NAME / MODEL_NAME
+    with _writing(workdir):
+        if not path.exists() or path.read_bytes() != tokenizer.model:
+            tokenizer.save(path.parent)
+
+
+@contextlib.contextmanager
+def _writing(workdir: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WorkdirError(f"{workdir} cannot be written to: {error.strerror or error}.") from error
+
+
+def lock_workdir(workdir: epath.Path) -> contextlib.AbstractContextManager[Any]:
+    """Keeps other runs out of a directory on disk until the result is closed or the process ends, however it ends.
+
+    Raises:
+      WorkdirError: when another run has it.
+    """
+    if is_remote(workdir):
+        return contextlib.nullcontext()
+    directory = os.open(workdir, os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, directory)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WorkdirError(
+                f"Another process is training in {workdir}; wait until it has ended, or choose another --workdir."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        return stack.pop_all()
+
+
+def check_workdir(workdir: epath.Path, config: Config) -> Any:
+    """Refuses a directory that holds another run.
+
+    Returns:
+      the plain configuration it holds, or None.
+
+    Raises:
+      WorkdirError: when it holds a different configuration (naming the fields), or one that cannot be read.
+    """
     path = workdir / CONFIG_NAME
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_json(path, to_dict(config))
-            return
-        saved, wanted = completed(Config, json.loads(path.read_text())), to_dict(config)
-    except (OSError, json.JSONDecodeError) as error:
-        raise WorkdirError(f"{workdir} cannot be used as a work directory: {error}.") from error
-    different = differences(saved, wanted)
-    if not different and saved != wanted:
-        write_json(path, wanted)
+        saved = completed(Config, json.loads(path.read_text())) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise WorkdirError(
+            f"{path} cannot be read ({error}), so it is not known what run {workdir} holds; choose another --workdir, "
+            "or remove it."
+        ) from error
+    different = [] if saved is None else differences(saved, to_dict(config))
     if different:
         shown = join_some(different, 3)
         raise WorkdirError(
             f"{workdir} already holds a run with another configuration ({shown}): choose another --workdir, or remove "
             "it."
         )
+    return saved
 
 
 def completed(cls: type, saved: Any) -> Any:

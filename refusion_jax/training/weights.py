@@ -1,6 +1,7 @@
 """Weights alone, without the rest of a training state: to decode with, or to begin another run with."""
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import flax.linen as nn
@@ -40,7 +41,8 @@ def run_params(workdir: epath.Path, config: Config, shardings: Any = None) -> An
     if not config.lora.rank:
         return _restore(workdir, shapes, shardings)
     base = initial_params(config.train.init_from, config.model, shardings)
-    adapters = _restore(workdir, jax.eval_shape(lambda: init_lora(jax.random.key(0), shapes, config.lora)), None)
+    adapters = jax.eval_shape(lambda: init_lora(jax.random.key(0), shapes, config.lora))
+    adapters = _restore(workdir, adapters, None, weights_digest(base))
     merged = jax.jit(lambda base, adapters: merge(base, adapters, config.lora), out_shardings=shardings)
     return merged(base, jax.device_get(adapters))
 
@@ -79,7 +81,37 @@ def _shapes(config: ModelConfig) -> Any:
     return nn.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"])
 
 
-def _restore(workdir: epath.Path, shapes: Any, shardings: Any) -> Any:
+@jax.jit
+def _sums(params: Any) -> Any:
+    """A number for each leaf that any change of its bits most likely changes, the same for any sharding."""
+
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
+        return jnp.sum((bits ^ (place * jnp.uint32(2654435761))) * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(of_leaf, params)
+
+
+def weights_digest(params: Any) -> str:
+    """A hash of a pytree of weights, of at most 4 bytes each."""
+    numbers = jax.device_get(jax.tree.leaves(_sums(params)))
+    return hashlib.sha256(b"".join(int(number).to_bytes(4, "little") for number in numbers)).hexdigest()
+
+
+def check_base(about: dict[str, Any], base_digest: str, where: str) -> None:
+    """Compares the weights that a checkpoint's adapters adapt.
+
+    Raises:
+      CheckpointError: when they were others.
+    """
+    if about.get("base_digest", "") != base_digest:
+        raise CheckpointError(
+            f"{where} adapts other weights than train.init_from now holds; restore those that training began with."
+        )
+
+
+def _restore(workdir: epath.Path, shapes: Any, shardings: Any, base_digest: str = "") -> Any:
     """The "params" item of the newest checkpoint that is not damaged."""
     directory = absolute(workdir) / CHECKPOINTS_NAME
     steps = finished_steps(directory)
@@ -101,6 +133,9 @@ def _restore(workdir: epath.Path, shapes: Any, shardings: Any) -> Any:
         saved = ocp.StandardCheckpointHandler().metadata(directory / str(step) / "params")
         check_shapes(saved, abstract, where)
         with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
+            if base_digest:
+                about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+                check_base(about, base_digest, where)
             return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
     except CheckpointError:
         raise

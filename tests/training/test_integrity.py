@@ -65,6 +65,9 @@ def test_only_the_newest_are_looked_at_and_names_do_not_clash(checkpoints, capsy
 def test_a_list_that_cannot_be_read_is_damage_and_none_is_not(checkpoints, capsys):
     (checkpoints / "15" / "files.json").write_text("{")
     assert integrity.reported_damage(checkpoints, 15)
+    (checkpoints / "15" / "files.json").write_text("{}")
+    assert integrity.reported_damage(checkpoints, 15)
+    assert "its file _METADATA is not listed" in capsys.readouterr().err
     (checkpoints / "15" / "files.json").unlink()
     assert not integrity.reported_damage(checkpoints, 15)
     assert integrity.finished_steps(checkpoints.parent / "nowhere") == []

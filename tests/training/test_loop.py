@@ -261,7 +261,7 @@ def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_
     workdir = shutil.copytree(tiny_run, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints" / "20")
     config = with_values(tiny_config, "mesh", data=-1, fsdp=1)
-    config = with_values(config, "checkpoint", keep_best=1, save_every=3)
+    config = with_values(with_values(config, "train", eval_every=5), "checkpoint", keep_best=1, save_every=3)
     config = with_values(config, "data", cache_dir=str(tmp_path / "cache"))
     loop.train(config, workdir)
     assert "Continuing from step 10." in capsys.readouterr().out
@@ -308,6 +308,7 @@ def test_weights_of_another_model_are_refused(tiny_run, tiny_config, tmp_path):
         loop.train(with_values(config, "model", num_hidden_layers=2), tmp_path / "run")
     sentence = f"{tiny_run} holds the weights of another model: model.num_hidden_layers is 1 there and 2 here."
     assert str(caught.value) == sentence
+    assert not (tmp_path / "run").exists()
     with pytest.raises(CheckpointError, match=r"^nowhere, which train\.init_from names, is not a directory\.$"):
         loop.train(with_values(tiny_config, "train", init_from="nowhere"), tmp_path / "other")
 
@@ -332,3 +333,37 @@ def test_adapters_are_saved_alone_resumed_and_merged(tiny_run, tiny_config, tmp_
     assert changed == {"['layers']['self_attn']['q_proj']['kernel']", "['layers']['mlp']['down_proj']['kernel']"}
     saved = ocp.StandardCheckpointHandler().metadata(epath.Path(tmp_path / "run" / "checkpoints" / "6" / "params"))
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(getattr(saved, "tree", saved))) == 2 * (32 * 2 + 2 * 32)
+
+
+def test_adapters_of_weights_that_changed_are_refused(tiny_run, tiny_config, tmp_path):
+    base = shutil.copytree(tiny_run, tmp_path / "base")
+    config = short(tiny_config, train={"init_from": str(base), "steps": 2}, lora={"rank": 1})
+    loop.train(config, tmp_path / "run")
+    shutil.rmtree(base / "checkpoints" / "20")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    for use in (lambda: loop.train(config, tmp_path / "run"), lambda: rf.load(tmp_path / "run")):
+        with pytest.raises(CheckpointError, match=r"adapts other weights than train\.init_from now holds"):
+            use()
+
+
+def test_a_directory_in_use_is_refused(tiny_config, tmp_path, monkeypatch):
+    workdir, evaluate = tmp_path / "run", loop.held_out_loss
+
+    def meanwhile(*arguments):
+        with pytest.raises(WorkdirError) as caught:
+            loop.train(short(tiny_config), workdir)
+        assert str(caught.value).startswith(f"Another process is training in {workdir}; wait")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "held_out_loss", meanwhile)
+    loop.train(short(tiny_config), workdir)
+    assert (workdir / "summary.json").exists()
+    loop.train(short(tiny_config), workdir)  # nobody is left in it
+
+
+def test_special_tokens_that_are_not_the_tokenizers_are_refused(tiny_config, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^model\.eos_token_ids is \(0,\), but the tokenizer's is \(1,\), which decides"
+    ):
+        loop.train(with_values(tiny_config, "model", eos_token_ids=(0,)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -210,6 +210,15 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def test_a_full_disk_ends_all_processes(small_disk):
+    disk, _ = small_disk
+    settings = {"checkpoint__keep": 40, "checkpoint__save_every": 1, "mesh__data": 2}
+    statuses, printed = Job(disk / "run", processes=2, **settings).wait()
+    assert statuses == [2, 2], printed
+    assert any("error: " in text and "cannot be written" in text for text in printed)
+    assert any("No space left on device" in text for text in printed)
+
+
 def test_a_full_disk_ends_a_run_cleanly(small_disk, tmp_path):
     disk, enlarge = small_disk
     settings = {"devices": 1, "checkpoint__keep": 40, "checkpoint__save_every": 1}
@@ -220,6 +229,8 @@ def test_a_full_disk_ends_a_run_cleanly(small_disk, tmp_path):
     assert last.startswith("error: ") and "cannot be written" in last
     saved = [int(name) for name in os.listdir(disk / "run" / "checkpoints") if name.isdecimal()]
     assert saved and max(saved) < STEPS
+    statuses, printed = Job(disk / "run", **settings).wait()  # still full
+    assert statuses == [2] and "Traceback" not in printed[0], printed
     enlarge()
     params = trained(disk / "run", **settings)
     expected = trained(tmp_path / "whole", **settings)
