@@ -172,18 +172,24 @@ def failing_together(process: Process) -> Iterator[None]:
         if not ours:
             traceback.print_exc()
         sentence = " ".join(str(error).split()) or type(error).__name__
-        # Another process may have failed first, and ended the service.
-        with contextlib.suppress(Exception):
-            client: Any = distributed.global_state.client
-            client.key_value_set(_FAULT_KEY, f"{process.id} {sentence}")
-            deadline = time.monotonic() + _FAULT_WAIT_SECONDS
-            while len(client.key_value_dir_get(f"{_FAULT_KEY}_read/")) < process.count - 1:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_SECONDS / 5)
+        _tell_others(process, sentence)
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         # Not `sys.exit`: at the interpreter's end JAX would wait for processes that are gone.
         os._exit(2 if ours else 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _tell_others(process: Process, sentence: str) -> None:
+    """Says what failed, and gives the others a while to read it."""
+    client: Any = distributed.global_state.client
+    deadline = time.monotonic() + _FAULT_WAIT_SECONDS
+    # Another process may have failed first, and ended the service.
+    with contextlib.suppress(Exception):
+        client.key_value_set(_FAULT_KEY, f"{process.id} {sentence}")
+    readers = 0
+    while readers < process.count - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS / 5)
+        with contextlib.suppress(Exception):  # as long as nobody has
+            readers = len(client.key_value_dir_get(f"{_FAULT_KEY}_read/"))
 
 
 def _watch_for_fault(process: Process) -> None:

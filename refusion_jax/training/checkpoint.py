@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import operator
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import multihost
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from refusion_jax.config import LESS_IS_BETTER, CheckpointConfig, ModelConfig, join_some
@@ -64,6 +66,7 @@ class Checkpoints:
         self._directory = absolute(workdir) / CHECKPOINTS_NAME
         self._damaged = self._directory.parent / DAMAGED_NAME
         self._sealing: threading.Thread | None = None
+        self._saving = False
         set_damaged_aside(self._directory, self._damaged)
         policies: list[Any] = [preservation_policy.LatestN(config.keep)]
         if config.keep_every:
@@ -77,7 +80,9 @@ class Checkpoints:
             )
             policies.append(best)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), enable_async_checkpointing=True
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_wait_for_others),
         )
         with _writing(self._directory):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -110,6 +115,7 @@ class Checkpoints:
             best = self._config.best_metric
             known = {best: metrics[best]} if self._config.keep_best and metrics and best in metrics else None
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=known)
+            self._saving = True
 
     def check(self) -> None:
         """Raises what went wrong in the background.
@@ -117,8 +123,10 @@ class Checkpoints:
         Raises:
           CheckpointError: when a checkpoint could not be written.
         """
-        with _writing(self._directory):
-            self._manager.check_for_errors()
+        if self._saving and not self._manager.is_saving_in_progress():
+            self._saving = False
+            with _writing(self._directory):
+                self._manager.wait_until_finished()
 
     def restore(self, state: TrainState) -> TrainState:
         """The newest saved state, placed like `state`; `state` itself when there is none.
@@ -192,6 +200,12 @@ class Checkpoints:
             # Closing waits for what was saved, and would raise the same again.
             with contextlib.suppress(Exception):
                 self._manager.close()
+
+
+def _wait_for_others(*, key: str, timeout_ms: int) -> None:
+    """Waits for the other processes, but not on the way out of an error: they may wait for what has failed here."""
+    if sys.exc_info()[1] is None:
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
