@@ -155,10 +155,10 @@ def test_a_run_of_two_processes_goes_on_with_one(one_process, tmp_path):
     job = Job(tmp_path / "run", processes=2, mesh__data=2, mesh__fsdp=-1, mesh__tensor=2)
     job.wait_for_step(20)
     job.kill()
-    params = trained(tmp_path / "run", mesh__data=1, mesh__fsdp=-1)
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(one_process[0]), rtol=1e-4)
+    params = trained(tmp_path / "run", mesh__data=2, mesh__fsdp=-1, mesh__tensor=2)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(one_process[0]), rtol=1e-5)
     for leaf, other in zip(leaves(params), leaves(one_process[1]), strict=True):
-        np.testing.assert_allclose(leaf, other, atol=1e-4)
+        np.testing.assert_allclose(leaf, other, atol=1e-5)
 
 
 def test_sigterm_of_any_process_saves_and_ends_all(one_process, tmp_path):
@@ -210,6 +210,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def check_one_sentence(printed):
+    """Nothing of ours has a traceback; threads of libraries may have printed theirs before."""
+    assert f'File "{ROOT / "refusion_jax"}' not in printed
+    errors = [line for line in printed.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "cannot be written" in errors[0] and "No space left on device" in errors[0], printed
+
+
 def test_a_full_disk_ends_all_processes(small_disk):
     disk, _ = small_disk
     settings = {"checkpoint__keep": 40, "checkpoint__save_every": 1, "mesh__data": 2}
@@ -224,13 +231,12 @@ def test_a_full_disk_ends_a_run_cleanly(small_disk, tmp_path):
     settings = {"devices": 1, "checkpoint__keep": 40, "checkpoint__save_every": 1}
     statuses, printed = Job(disk / "run", **settings).wait()
     assert statuses == [2], printed
-    assert "Traceback" not in printed[0]
-    last = printed[0].strip().splitlines()[-1]
-    assert last.startswith("error: ") and "cannot be written" in last
+    check_one_sentence(printed[0])
     saved = [int(name) for name in os.listdir(disk / "run" / "checkpoints") if name.isdecimal()]
     assert saved and max(saved) < STEPS
     statuses, printed = Job(disk / "run", **settings).wait()  # still full
-    assert statuses == [2] and "Traceback" not in printed[0], printed
+    assert statuses == [2], printed
+    check_one_sentence(printed[0])
     enlarge()
     params = trained(disk / "run", **settings)
     expected = trained(tmp_path / "whole", **settings)
