@@ -47,7 +47,7 @@ from refusion_jax.training.flops import flops_per_token
 from refusion_jax.training.loop import resolve
 from refusion_jax.training.optimizer import make_optimizer
 from refusion_jax.training.state import TrainState, init_state
-from refusion_jax.training.step import Metrics, make_train_step
+from refusion_jax.training.step import Metrics, make_run_step
 
 FLAGS = flags.FlagValues()
 command_line.define_config(FLAGS)
@@ -102,17 +102,7 @@ def make_step(config: Config, mesh: Mesh) -> tuple[TrainState, Any]:
     """The first state of a run and its compiled step."""
     module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, config.train.steps)
     state, shardings = init_state(module, optimizer, config.train.seed, mesh, config.lora)
-    step = make_train_step(
-        module,
-        optimizer,
-        config.slots,
-        mesh,
-        shardings,
-        accumulate_steps=config.train.accumulate_steps,
-        loss_chunk=config.train.loss_chunk,
-        lora=config.lora,
-    )
-    return state, step
+    return state, make_run_step(config, module, optimizer, mesh, shardings)
 
 
 def compiled_flops(config: Config, dataset: Dataset) -> float:

@@ -35,7 +35,7 @@ from refusion_jax.training.run_directory import (
     save_tokenizer,
 )
 from refusion_jax.training.state import TrainState, init_state
-from refusion_jax.training.step import Metrics, make_eval_loss, make_train_step
+from refusion_jax.training.step import Metrics, make_eval_loss, make_run_step
 from refusion_jax.training.weights import initial_params, weights_digest
 
 SUMMARY_NAME = "summary.json"
@@ -108,16 +108,7 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
             return
         _announce(config, dataset, mesh, state)
         run = _Run(config, workdir, dataset, module, mesh, checkpoints, began)
-        run.train_step = make_train_step(
-            module,
-            optimizer,
-            config.slots,
-            mesh,
-            shardings,
-            accumulate_steps=config.train.accumulate_steps,
-            loss_chunk=config.train.loss_chunk,
-            lora=config.lora,
-        )
+        run.train_step = make_run_step(config, module, optimizer, mesh, shardings)
         run.eval_loss = make_eval_loss(module, config.slots, mesh, shardings, loss_chunk=config.train.loss_chunk)
         with jax.set_mesh(mesh):
             run.train(state)
@@ -224,6 +215,7 @@ class _Run:
         self.mesh, self.checkpoints, self.began = mesh, checkpoints, began
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
         self.compile_seconds, self.total, self.interval = 0.0, _Interval(), _Interval()
+        self._tracing = False
 
     def train(self, state: TrainState) -> None:
         """Trains from the state's step to the last, writing records and checkpoints, then the summary."""
@@ -367,8 +359,6 @@ class _Run:
             self._tracing = True
         elif step == last + 1 and self._tracing:
             self._end_trace()
-
-    _tracing = False
 
     def _end_trace(self) -> None:
         jax.profiler.stop_trace()

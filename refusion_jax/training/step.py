@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from refusion_jax.config import ConfigError, LoraConfig, SlotsConfig
+from refusion_jax.config import Config, ConfigError, LoraConfig, SlotsConfig
 from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.lora import variables
 from refusion_jax.objectives import (
@@ -82,12 +82,20 @@ def _view_loss(
     )
 
 
-def batch_loss(
-    module: Transformer, params: Any, batch: Batch, seed: jax.Array, config: SlotsConfig, *, loss_chunk: int = 0
-) -> HybridLoss:
-    """The hybrid loss of one batch under the draws of `seed`; `loss_chunk` positions are unembedded at a time."""
-    view, counts = _view_and_counts(batch, seed, config, module.config.mask_token_id)
-    return _view_loss(module, {"params": params}, view, counts, config, loss_chunk)
+def make_run_step(
+    config: Config, module: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, shardings: Any
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+    """`make_train_step` with what a run's configuration says."""
+    return make_train_step(
+        module,
+        optimizer,
+        config.slots,
+        mesh,
+        shardings,
+        accumulate_steps=config.train.accumulate_steps,
+        loss_chunk=config.train.loss_chunk,
+        lora=config.lora,
+    )
 
 
 def make_train_step(

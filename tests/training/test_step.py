@@ -10,11 +10,12 @@ import pytest
 
 from refusion_jax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, SlotsConfig
 from refusion_jax.modeling import Transformer
+from refusion_jax.objectives import hybrid_loss
 from refusion_jax.sharding import make_mesh
-from refusion_jax.slots import Batch
+from refusion_jax.slots import Batch, draw, training_view
 from refusion_jax.training.optimizer import make_optimizer
 from refusion_jax.training.state import init_state
-from refusion_jax.training.step import batch_loss, make_eval_loss, make_train_step
+from refusion_jax.training.step import make_eval_loss, make_train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -65,8 +66,12 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def loss_and_gradient():
+    """From whole logits, differentiated by JAX."""
+
     def loss(params, batch, seed):
-        loss = batch_loss(MODULE, params, batch, seed, SLOTS)
+        view = training_view(batch, draw(seed, batch, SLOTS), MODULE.config.mask_token_id)
+        logits = MODULE.apply({"params": params}, view.tokens, view.position_ids, view.visibility)
+        loss = hybrid_loss(logits, view, jnp.sum(batch.response_lengths > 0), SLOTS)
         return loss.total, loss
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
