@@ -21,6 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REMAT_POLICIES = ("none", "minimal", "full")
 REMAT_NAMES = (*PROJECTIONS, "attention")
+ROPE_TYPES = ("linear", "yarn", "llama3")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 MASKING_SCHEDULES = ("linear", "cosine", "quadratic", "square_root")
@@ -89,7 +90,10 @@ def _require_minimum(section: str, config: Any, **minimums: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and special tokens of a Qwen3 decoder. Field names follow Hugging Face's `config.json`.
+    """Shape and special tokens of a decoder. Field names follow Hugging Face's `config.json`.
+
+    The defaults are Qwen3's kind. `qk_norm` normalises every query and key head; without it, and with `biases` for the
+    listed `PROJECTIONS`, the same transformer is a Llama, a Qwen2 or a LLaDA.
 
     `vocab_size` 0 means "the tokenizer's", filled in by the trainer. `dtype` is the type of activations and matrix
     products, `param_dtype` that of stored parameters; softmax, norms, RoPE and losses are float32 regardless.
@@ -98,8 +102,11 @@ class ModelConfig:
     products ("minimal"), only its input ("full"), or a comma-separated list of `REMAT_NAMES`: the outputs of these
     projections, and of "attention" before `o_proj`. What is not kept is computed again.
 
-    `rope_scaling` divides position IDs before RoPE (linear interpolation): the model then reaches `context_length`
-    positions, so many times `max_position_embeddings`.
+    `rope_scaling` stretches RoPE so that a model of `rope_original_length` positions (0: `max_position_embeddings`)
+    reaches `context_length`, so many times more. `rope_type` says how: "linear" divides all position IDs by it; "yarn"
+    and "llama3" divide those of slow pairs and leave fast ones, with a ramp between the rates `rope_ramp` in turns per
+    original length (high, low; empty: (32, 1) and (4, 1)). YaRN also multiplies cosines and sines by
+    `rope_attention_factor` (0: `0.1 ln(rope_scaling) + 1`).
 
     In rows longer than `attention_chunk` the attention scores of so many query tokens exist at a time, and are computed
     again for the gradient; 0 never does that.
@@ -114,8 +121,14 @@ class ModelConfig:
     head_dim: int = 32
     max_position_embeddings: int = 512
     rope_theta: float = 10_000.0
+    rope_type: str = "linear"
     rope_scaling: float = 1.0
+    rope_original_length: int = 0
+    rope_ramp: tuple[float, ...] = ()
+    rope_attention_factor: float = 0.0
     rms_norm_eps: float = 1e-6
+    qk_norm: bool = True
+    biases: tuple[str, ...] = ()
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     pad_token_id: int = 0
@@ -132,8 +145,7 @@ class ModelConfig:
         _require_minimum(
             "model", self, vocab_size=0, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=2, max_position_embeddings=1, initializer_range=0, scan_unroll=1,
-            attention_chunk=0,
-            rope_scaling=1,
+            attention_chunk=0, rope_scaling=1, rope_original_length=0, rope_attention_factor=0,
         )  # fmt: skip
         for field in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, field)
@@ -144,6 +156,9 @@ class ModelConfig:
             f"model.num_attention_heads is {self.num_attention_heads}, not a multiple of model.num_key_value_heads "
             f"({self.num_key_value_heads}); every key head serves the same number of query heads.",
         )
+        for name in self.biases:
+            _require_choice("model.biases", name, PROJECTIONS)
+        self._check_rope()
         _require_choice("model.dtype", self.dtype, DTYPES)
         _require_choice("model.param_dtype", self.param_dtype, DTYPES)
         if self.remat not in REMAT_POLICIES:
@@ -163,6 +178,21 @@ class ModelConfig:
             f"model.mask_token_id is {self.mask_token_id}, which is also an EOS; the mask needs a token of its own.",
         )
 
+    def _check_rope(self) -> None:
+        _require_choice("model.rope_type", self.rope_type, ROPE_TYPES)
+        if self.rope_ramp:
+            ok = len(self.rope_ramp) == 2 and math.inf > self.rope_ramp[0] > self.rope_ramp[1] > 0
+            _require(
+                ok and self.rope_type != "linear",
+                f"model.rope_ramp is {self.rope_ramp} with model.rope_type {self.rope_type!r}; give a high and a low "
+                "rate with yarn or llama3, nothing with linear.",
+            )
+        _require(
+            self.rope_type == "yarn" or not self.rope_attention_factor,
+            f"model.rope_attention_factor is {self.rope_attention_factor} with model.rope_type {self.rope_type!r}; "
+            "only yarn has one, leave it at 0.",
+        )
+
     @property
     def remat_names(self) -> tuple[str, ...]:
         """The activations `remat` lists."""
@@ -170,8 +200,9 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions the model can be used with, `max_position_embeddings * rope_scaling`."""
-        return int(self.max_position_embeddings * self.rope_scaling)
+        """Positions the model can be used with: `max_position_embeddings`, or more where RoPE is stretched further."""
+        original = self.rope_original_length or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * self.rope_scaling))
 
     @property
     def special_tokens(self) -> list[tuple[str, int]]:

@@ -36,6 +36,13 @@ REFUSED = [
     (ModelConfig, {"remat": "q_proj,full"}, "'full' stands alone, only activations can be listed: q_proj"),
     (ModelConfig, {"remat": ""}, "model.remat is ''"),
     (ModelConfig, {"rope_scaling": 0.5}, "model.rope_scaling is 0.5; it must be a number of at least 1."),
+    (ModelConfig, {"rope_type": "dynamic"}, "model.rope_type is 'dynamic', not one of linear, yarn, llama3"),
+    (ModelConfig, {"rope_ramp": (32.0, 1.0)}, "model.rope_ramp is \\(32.0, 1.0\\) with model.rope_type 'linear'"),
+    (ModelConfig, {"rope_type": "yarn", "rope_ramp": (1.0, 32.0)}, "give a high and a low rate"),
+    (ModelConfig, {"rope_type": "yarn", "rope_ramp": (1.0,)}, "give a high and a low rate"),
+    (ModelConfig, {"rope_attention_factor": 1.2}, "model.rope_attention_factor is 1.2 .* only yarn has one"),
+    (ModelConfig, {"rope_original_length": -1}, "model.rope_original_length is -1"),
+    (ModelConfig, {"biases": ("qproj",)}, "model.biases is 'qproj'.* Did you mean 'q_proj'?"),
     (ModelConfig, {"eos_token_ids": ()}, "model.eos_token_ids is empty"),
     (ModelConfig, {"mask_token_id": 1}, "model.mask_token_id is 1, which is also an EOS"),
     (ModelConfig, {"vocab_size": 2}, "model.mask_token_id is 2, outside the vocabulary of 2 tokens."),
@@ -168,6 +175,8 @@ def test_sections_must_agree():
     with pytest.raises(ConfigError, match=r"beyond .* \(128 x rope_scaling 1.5\); .* with model.rope_scaling 2.01\.$"):
         Config(model=ModelConfig(max_position_embeddings=128, rope_scaling=1.5), data=DataConfig(max_length=257))
     stretched = ModelConfig(max_position_embeddings=128, rope_scaling=2.01)
+    assert ModelConfig(max_position_embeddings=128, rope_scaling=4.0, rope_original_length=16).context_length == 128
+    assert ModelConfig(max_position_embeddings=40, rope_scaling=4.0, rope_original_length=32).context_length == 128
     assert Config(model=stretched, data=DataConfig(max_length=257)).model.context_length == 257
     with pytest.raises(ConfigError, match=r"warmup_steps \(100\) and optimizer.decay_steps \(950\) are more than"):
         Config(optimizer=OptimizerConfig(schedule="wsd", decay_steps=950))

@@ -1,4 +1,4 @@
-"""The Qwen3 decoder: RoPE from position IDs, attention whose visibility is data, scanned layers."""
+"""The decoder: RoPE from position IDs, attention whose visibility is data, scanned layers."""
 
 from refusion_jax.modeling.attention import ALL_GROUPS, KVCache, Visibility
 from refusion_jax.modeling.transformer import Packing, Transformer

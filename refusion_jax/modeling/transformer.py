@@ -1,4 +1,4 @@
-"""The Qwen3 decoder as pure-functional Flax modules: one forward serves training, drafting, verifying and prefill.
+"""The decoder as pure-functional Flax modules: one forward serves training, drafting, verifying and prefill.
 
 Token order, position IDs and visibility are arguments; nothing about ReFusion is built in. Parameter names follow
 Hugging Face's, with all layers stacked along a leading axis under `layers`.
@@ -61,9 +61,11 @@ class Dense(nn.Dense):
 
 
 def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> Dense:
-    init = nn.with_logical_partitioning(nn.initializers.normal(config.initializer_range), axes)
+    kernel_init = nn.with_logical_partitioning(nn.initializers.normal(config.initializer_range), axes)
+    bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[1:])
     dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-    return Dense(features, use_bias=False, kernel_init=init, name=name, **dtypes)
+    has_bias = name in config.biases
+    return Dense(features, use_bias=has_bias, kernel_init=kernel_init, bias_init=bias_init, name=name, **dtypes)
 
 
 def _remat(block: type[nn.Module], config: ModelConfig) -> Any:
@@ -93,7 +95,7 @@ class Packing(flax.struct.PyTreeNode):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RMSNorm on every query and key head before RoPE (half-rotation form)."""
+    """Grouped-query attention: RMSNorm on query and key heads where there is one, then RoPE (half-rotation form)."""
 
     config: ModelConfig
 
@@ -114,8 +116,9 @@ class Attention(nn.Module):
         query = heads("q_proj", c.num_attention_heads, "heads")
         key = heads("k_proj", c.num_key_value_heads, "kv_heads")
         value = heads("v_proj", c.num_key_value_heads, "kv_heads")
-        query = rotate(_norm(c, None, "q_norm")(query), *rope)
-        key = rotate(_norm(c, None, "k_norm")(key), *rope)
+        if c.qk_norm:
+            query, key = _norm(c, None, "q_norm")(query), _norm(c, None, "k_norm")(key)
+        query, key = rotate(query, *rope), rotate(key, *rope)
         if packing is not None:
             query, key, value = (heads[packing.places] for heads in (query, key, value))
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
@@ -161,7 +164,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Qwen3: embedding, scanned layers, final norm, tied or untied output embedding.
+    """Embedding, scanned layers, final norm, tied or untied output embedding: Qwen3, or what the settings make of it.
 
     The KV buffer is read-only: each layer attends to (buffer, query) and returns the query's keys and values, which the
     caller commits in one update after the scan.
@@ -205,7 +208,7 @@ class Transformer(nn.Module):
         # Gathered over fsdp before tokens are looked up: the partitioner would otherwise make the result whole first.
         table = constrain(self.embed_tokens.embedding.astype(c.dtype), "vocab", "activation_embed")
         hidden = constrain(jnp.take(table, tokens.reshape(-1), axis=0), "batch", "activation_embed")
-        rope = rotary_angles(position_ids, c.head_dim, c.rope_theta, c.rope_scaling)
+        rope = rotary_angles(position_ids, c)
         if visibility.segment.shape[1] > c.attention_chunk > 0:
             bias: Any = LongVisibility(visibility, tuple(cache.lengths for cache in caches), c.attention_chunk)
         else:

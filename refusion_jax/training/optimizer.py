@@ -58,11 +58,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def decay_mask(params: Any, config: OptimizerConfig) -> Any:
-    """Which leaves weight decay applies to: no norm scale, and embeddings only where wanted."""
+    """Which leaves weight decay applies to: no norm scale, no bias, and embeddings only where wanted."""
 
     def decayed(path: Any, _: Any) -> bool:
         names = _names(path)
-        return "scale" not in names and (config.decay_embeddings or not _EMBEDDINGS & set(names))
+        return not {"scale", "bias"} & set(names) and (config.decay_embeddings or not _EMBEDDINGS & set(names))
 
     return jax.tree_util.tree_map_with_path(decayed, params)
 
@@ -70,13 +70,13 @@ def decay_mask(params: Any, config: OptimizerConfig) -> Any:
 def muon_dimensions(params: Any) -> Any:
     """Which axes of a leaf are a matrix for Muon: the last two of the layers' kernels, each layer by itself.
 
-    Everything else, None here, is left to Adam: embeddings, whose rows are updated a few at a time, and norm scales,
-    which stacked over the layers only look like matrices.
+    Everything else, None here, is left to Adam: embeddings, whose rows are updated a few at a time, and norm scales and
+    biases, which stacked over the layers only look like matrices.
     """
 
     def dimensions(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         names = _names(path)
-        is_matrix = "layers" in names and "scale" not in names and leaf.ndim == 3
+        is_matrix = "layers" in names and leaf.ndim == 3
         return MuonDimensionNumbers(reduction_axis=1, output_axis=2) if is_matrix else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
-from refusion_jax.config import ModelConfig
+from refusion_jax.config import PROJECTIONS, ModelConfig
 from refusion_jax.decoding.kv_cache import commit, empty_cache
 from refusion_jax.huggingface import read_model_config, read_params
 from refusion_jax.modeling import ALL_GROUPS, Packing, Transformer, Visibility
+from refusion_jax.modeling.transformer import _dense
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -274,3 +276,36 @@ def test_a_tied_model_wholly_in_bfloat16():
     assert logits.dtype == jnp.float32
     exact = forward(dataclasses.replace(config, dtype="float32"), params, *inputs)
     assert np.linalg.norm(logits - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def test_settings_make_the_parameters_of_other_decoders():
+    """Without norms on query and key and with biases: what Llama, Qwen2 and LLaDA have."""
+
+    def names(config):
+        return set(flatten_dict(init(config)["layers"], sep="/"))
+
+    qwen3, llama = names(CONFIG), names(dataclasses.replace(CONFIG, qk_norm=False))
+    assert qwen3 - llama == {"self_attn/q_norm/scale", "self_attn/k_norm/scale"}
+    biases = ("q_proj", "k_proj", "v_proj")
+    qwen2 = init(dataclasses.replace(CONFIG, qk_norm=False, biases=biases))["layers"]
+    assert set(flatten_dict(qwen2, sep="/")) - llama == {f"self_attn/{name}/bias" for name in biases}
+    assert qwen2["self_attn"]["k_proj"]["bias"].shape == (2, 16)
+    every = init(dataclasses.replace(CONFIG, biases=PROJECTIONS))["layers"]
+    assert every["mlp"]["down_proj"]["bias"].shape == every["self_attn"]["o_proj"]["bias"].shape == (2, 32)
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_a_bias_is_a_constant_input(name):
+    """A projection with a bias computes what one without it does whose last input is always 1."""
+    config = dataclasses.replace(CONFIG, biases=(name,))
+    rng = np.random.default_rng(3)
+    features = init(config)["layers"]["mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"][name][
+        "bias"
+    ].shape[1:]
+    bias = rng.normal(size=features).astype(np.float32)
+    inputs = rng.normal(size=(5, 32)).astype(np.float32)
+    plain, biased = (_dense(c, features[0], ("embed", "mlp"), name) for c in (CONFIG, config))
+    kernel = rng.normal(size=(32, *features)).astype(np.float32)
+    expected = plain.apply({"params": {"kernel": np.concatenate([kernel, bias[None]])}}, np.c_[inputs, np.ones(5)])
+    got = biased.apply({"params": {"kernel": kernel, "bias": bias}}, inputs)
+    np.testing.assert_allclose(got, expected, atol=1e-5)

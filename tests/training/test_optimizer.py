@@ -33,11 +33,13 @@ def test_schedules_at_their_limits(warmup, steps):
     assert (np.diff(rates[warmup:]) <= 0).all()
 
 
-def test_weight_decay_leaves_norm_scales_alone():
-    params = {"norm": {"scale": jnp.ones(3)}, "layers": {"mlp": {"up_proj": {"kernel": jnp.ones((3, 3))}}}}
+def test_weight_decay_leaves_norm_scales_and_biases_alone():
+    projection = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones((2, 3))}
+    params = {"norm": {"scale": jnp.ones(3)}, "layers": {"mlp": {"up_proj": projection}}}
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), 10)
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     assert np.array_equal(updates["norm"]["scale"], np.zeros(3))
+    assert np.array_equal(updates["layers"]["mlp"]["up_proj"]["bias"], np.zeros((2, 3)))
     np.testing.assert_allclose(updates["layers"]["mlp"]["up_proj"]["kernel"], -0.05)
 
 
