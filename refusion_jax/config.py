@@ -347,21 +347,23 @@ class SlotsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Length and rhythm of a run. `batch_size` counts rows of `data.max_length` tokens over all devices: a packed row
-    holds several examples. `eval_every` 0 evaluates only at the end: the losses under `eval_draws` fixed draws of every
+    """Length and rhythm of a run. It has so many `steps`, or passes over the data where `epochs` is not 0; the trainer
+    then works out `steps`. `batch_size` counts rows of `data.max_length` tokens over all devices: a packed row holds
+    several examples. `eval_every` 0 evaluates only at the end: the losses under `eval_draws` fixed draws of every
     held-out example, and the exact match of `eval_decode_examples` decoded prompts.
 
     Two settings trade time for memory. `accumulate_steps` computes the gradient of a batch in so many parts one after
     another; the gradient is the same. `loss_chunk` is the number of positions, on each device, whose logits exist at a
     time; 0 means all.
 
-    `init_from` names a run or Hugging Face directory whose weights and tokenizer a new run begins with. `profile_steps`
-    are the first and the last step of a profiler trace; empty takes none. A step whose loss or gradient is not finite
-    changes nothing; `max_skipped` of them in a row end the run. A step that takes `slow_step_factor` times as long as
-    those before it is reported.
+    `init_from` names a run or Hugging Face directory, or a model of the Hub, whose weights and tokenizer a new run
+    begins with. `profile_steps` are the first and the last step of a profiler trace; empty takes none. A step whose
+    loss or gradient is not finite changes nothing; `max_skipped` of them in a row end the run. A step that takes
+    `slow_step_factor` times as long as those before it is reported.
     """
 
     steps: int = 1_000
+    epochs: int = 0
     batch_size: int = 16
     accumulate_steps: int = 1
     loss_chunk: int = 256
@@ -378,8 +380,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_types("train", self)
         _require_minimum(
-            "train", self, steps=1, batch_size=1, accumulate_steps=1, loss_chunk=0, seed=0, log_every=1, eval_every=0,
-            eval_draws=1, eval_decode_examples=0, max_skipped=1, slow_step_factor=1,
+            "train", self, steps=1, epochs=0, batch_size=1, accumulate_steps=1, loss_chunk=0, seed=0, log_every=1,
+            eval_every=0, eval_draws=1, eval_decode_examples=0, max_skipped=1, slow_step_factor=1,
         )  # fmt: skip
         divisors = [n for n in range(1, min(self.batch_size, 1000) + 1) if self.batch_size % n == 0]
         _require(

@@ -70,6 +70,15 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size, **special))
 
 
+def _count_steps(config: Config, dataset: Dataset) -> Config:
+    """Fills in how many steps the passes are that `train.epochs` asks for."""
+    if not config.train.epochs:
+        return config
+    batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
+    steps = sum(batches.batches_in_epoch(epoch) for epoch in range(config.train.epochs))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
 def train(config: Config, workdir: os.PathLike[str] | str) -> None:
     """Trains a model on all devices of all processes, or continues the run that `workdir` holds.
 
@@ -89,7 +98,7 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
     mesh = make_mesh(config.mesh)
     check_mesh(mesh, config.model, config.train.batch_size, config.train.accumulate_steps)
     dataset = load_dataset(config.data, seed=config.train.seed, tokenizer=_given_tokenizer(config, workdir))
-    config = resolve(config, dataset.tokenizer)
+    config = _count_steps(resolve(config, dataset.tokenizer), dataset)
     check_workdir(workdir, config)
 
     module = Transformer(config.model)
@@ -179,6 +188,8 @@ def _announce(config: Config, dataset: Dataset, mesh: Mesh, state: TrainState) -
         f"Data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out examples, "
         f"{dataset.train.lengths.mean():.0f} tokens on average; dropped: {reasons or 'none'}."
     )
+    if config.train.epochs:
+        _say(f"{config.train.epochs} passes over the data are {config.train.steps:,} steps.")
     if int(state.step):
         _say(f"Continuing from step {int(state.step):,}.")
 

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import refusion_jax as rf
 from refusion_jax.config import Config, ConfigError
-from refusion_jax.data import DataError, Tokenizer
+from refusion_jax.data import DataError, Tokenizer, load_dataset, make_batches
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.training import loop
 from refusion_jax.training.checkpoint import Checkpoints
@@ -268,6 +268,21 @@ def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_
     got, expected = rf.load(workdir).params, rf.load(tiny_run).params
     assert all(map(np.array_equal, *map(jax.tree.leaves, (got, expected))))
     assert read_run_config(epath.Path(workdir)).checkpoint.keep_best == 1
+
+
+def test_passes_over_the_data_are_counted_in_steps(tiny_config, tmp_path, capsys):
+    """Every example has been trained on as often as asked for when the last step is done."""
+    config = with_values(with_values(tiny_config, "data", synthetic_examples=48), "train", epochs=2, steps=999)
+    loop.train(config, tmp_path)
+    steps = read_run_config(tmp_path).train.steps
+    assert json.loads((tmp_path / "summary.json").read_text())["step"] == steps
+    assert f"2 passes over the data are {steps} steps." in capsys.readouterr().out
+    dataset = load_dataset(config.data, seed=0)
+    batches = make_batches(config.data, dataset.train, seed=0, batch_size=4)
+    seen = np.concatenate([batches[step]["example_ids"].ravel() for step in range(steps)])
+    assert np.all(np.bincount(seen[seen >= 0], minlength=len(dataset.train)) == 2)
+    loop.train(config, tmp_path)
+    assert "has already been trained" in capsys.readouterr().out
 
 
 def test_data_that_changed_since_the_checkpoint_are_refused(tiny_config, tmp_path):
