@@ -10,39 +10,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
-from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
-from refusion_jax.data import DataError, Tokenizer
-from refusion_jax.data.tokenizers import MODEL_NAME
+from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, ModelConfig
+from refusion_jax.data import DataError, Tokenizer, find_tokenizer
+from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Generation, Job, Rules, Statistics, Stream
 from refusion_jax.decoding.batching import (
     MIN_PROMPT_BUCKET,
     MIN_RESPONSE_BUCKET,
-    NO_LIMIT,
     Bounds,
     bucket,
     group_by_length,
     unstarted,
 )
-from refusion_jax.decoding.events import PrefixEvent, SlotEvent, new_slots, stable_prefix
-from refusion_jax.decoding.generation import Row
 from refusion_jax.decoding.layout import check_tokens
 from refusion_jax.decoding.memory import fitting_rows
 from refusion_jax.decoding.rules import DEFAULT_RULES
-from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
-from refusion_jax.modeling import Transformer
-from refusion_jax.prompts import (
-    Prepared,
-    Prompt,
-    decode_tokens,
-    encode,
-    finish,
-    has_stopped,
-    is_whole,
-    prepare_prompt,
+from refusion_jax.huggingface import (
+    CheckpointError,
+    check_files,
+    local_directory,
+    read_model_config,
+    read_params,
+    stated_mask_token_id,
 )
-from refusion_jax.training.run_directory import CHECKPOINTS_NAME, TOKENIZER_NAME, read_run_config
-from refusion_jax.training.weights import run_params
+from refusion_jax.modeling import Transformer
+from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
+from refusion_jax.responses import Detokenizer, finish
+from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
+from refusion_jax.training.weights import is_run, param_shardings, run_params
+from refusion_jax.watching import Observer, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Model:
       config: its shape and special tokens.
       module: the Flax module; a pure function of `params`.
       params: the parameter tree.
-      tokenizer: None where the directory has no sentencepiece model.
+      tokenizer: None where the directory has none.
       decode: the decode settings of the run it came from, or the defaults.
     """
 
@@ -64,28 +62,43 @@ class Model:
     decode: DecodeConfig
 
 
-def load(path: str | Path) -> Model:
-    """Loads a run directory of `train.py`, or a Hugging Face directory of a Qwen3-shaped checkpoint.
+def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Model:
+    """Loads a run directory of `train.py`, a Hugging Face directory, or a model of the Hugging Face Hub.
+
+    Args:
+      path: the directory; or a Hub name "org/name" or "org/name@revision", which names no directory here.
+      dtype: "float32", "bfloat16" or "float16", for parameters and activations; by default what the checkpoint says.
+      mesh: a mesh of `sharding.make_mesh`, over which the parameters are split; by default all are on the first device.
 
     Raises:
-      CheckpointError: when there is no such directory or it does not hold a usable model.
+      CheckpointError: when there is no such directory or model, or it is not usable.
+      ConfigError: for an unknown dtype.
     """
-    directory = epath.Path(path)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {brief(dtype)}, not one of {', '.join(DTYPES)}.")
+    directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")
-    if (directory / CHECKPOINTS_NAME).is_dir() or (directory / TOKENIZER_NAME).is_dir():
+    if is_run(directory) or (directory / TOKENIZER_NAME).is_dir():
         run = read_run_config(directory)
-        params = run_params(directory, run)
-        run_tokenizer = _load_tokenizer(directory / TOKENIZER_NAME)
-        return Model(run.model, Transformer(run.model), params, run_tokenizer, run.decode)
-    config = read_model_config(directory)
-    tokenizer = _load_tokenizer(directory) if (directory / MODEL_NAME).is_file() else None
-    return Model(config, Transformer(config), read_params(directory, config), tokenizer, DecodeConfig())
+        config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
+        params = run_params(directory, run, _shardings(config, mesh), config.param_dtype)
+        return Model(config, Transformer(config), params, _find_tokenizer(directory / TOKENIZER_NAME), run.decode)
+    check_files(directory, TOKENIZER_FILES)
+    tokenizer = _find_tokenizer(directory, stated_mask_token_id(directory))
+    config = read_model_config(directory, tokenizer, dtype)
+    params = read_params(directory, config, _shardings(config, mesh))
+    return Model(config, Transformer(config), params, tokenizer, DecodeConfig())
 
 
-def _load_tokenizer(path: epath.Path) -> Tokenizer:
+def _shardings(config: ModelConfig, mesh: Mesh | None) -> Any:
+    # Without a resolved vocabulary there are no shapes yet, which run_params says.
+    return None if mesh is None or not config.vocab_size else param_shardings(config, mesh)
+
+
+def _find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
     try:
-        return Tokenizer.load(path)
+        return find_tokenizer(path, mask_token_id)
     except DataError as error:
         raise CheckpointError(str(error)) from error
 
@@ -126,7 +139,7 @@ class StreamRequest:
 
     Attributes:
       index: names the prompt; with `seed`, all that its random draws depend on.
-      prompt: text, token IDs or a template; or what `prepare` made of it.
+      prompt: text, token IDs, a conversation or a template; or what `prepare` made of it.
       config: how to decode it.
       seed: of sampling.
     """
@@ -135,29 +148,6 @@ class StreamRequest:
     prompt: Prompt | Prepared
     config: DecodeConfig
     seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """What to be told while responses are decoded. A callback that returns False cancels the response it is told of.
-
-    Attributes:
-      on_slot: called with every committed slot; they do not come left to right.
-      on_prefix: called when more of a response's beginning is final.
-      every: forwards between two looks at the device; responses with stop texts are looked at as often.
-    """
-
-    on_slot: Callable[[SlotEvent], bool | None] | None = None
-    on_prefix: Callable[[PrefixEvent], bool | None] | None = None
-    every: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("on_slot", "on_prefix"):
-            callback = getattr(self, name)
-            if callback is not None and not callable(callback):
-                raise ConfigError(f"{name} is {_brief(callback)}; give a function.")
-        if not is_whole(self.every) or self.every < 1:
-            raise ConfigError(f"every is {self.every!r}; look at least every forward, 1.")
 
 
 _UNWATCHED = Watch()
@@ -176,7 +166,7 @@ def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int
     if prefix is None:
         return []
     if not isinstance(prefix, str | Sequence | np.ndarray):
-        raise ConfigError(f"prefix is {_brief(prefix)}; give a text or a list of token IDs.")
+        raise ConfigError(f"prefix is {brief(prefix)}; give a text or a list of token IDs.")
     tokens = encode(model.tokenizer, prefix)
     check_tokens(tokens, "Prefix token", model.config)
     most = model.config.context_length
@@ -185,14 +175,9 @@ def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int
     return tokens
 
 
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _require(value: Any, kind: type, name: str, what: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {_brief(value)}; give {what}.")
+        raise ConfigError(f"{name} is {brief(value)}; give {what}.")
 
 
 def _check_options(rules: Rules, watch: Watch, statistics: Statistics | None) -> None:
@@ -230,7 +215,7 @@ def generate_stream(
       batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256.
       most_requests: how many requests there will be at most, where that is known; fewer rows may do then.
       num_samples: answers per prompt.
-      prefix: text or token IDs before every prompt; computed once and shared by all rows.
+      prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
       rules: the functions that decide, see docs/rules.md.
       suppressed: the largest number of suppressed token IDs of any request.
       sampling, infilling: whether any request has a temperature, or the algorithm "paper".
@@ -266,7 +251,8 @@ def generate_stream(
     )
     prepared: dict[int, Prepared] = {}
     unfinished: dict[int, int] = {}
-    observer = _Observer(model, stream, watch)
+    detokenizer = None if model.tokenizer is None else Detokenizer(model.tokenizer, model.config.eos_token_ids)
+    observer = Observer(stream, watch, model.config.eos_token_ids, detokenizer)
     jobs = _jobs(model, requests, num_samples, len(prefix_tokens), prepared)
     exhausted = False
     while stream.busy or not exhausted:
@@ -284,7 +270,7 @@ def generate_stream(
         if stream.busy:
             answers += stream.advance(observer.most_iterations(), observer)
         for answer in answers:
-            yield finish(model.tokenizer, prepared[answer.index], answer)
+            yield finish(detokenizer, prepared[answer.index], answer)
             unfinished[answer.index] -= 1
             if not unfinished[answer.index]:
                 del prepared[answer.index], unfinished[answer.index]
@@ -312,49 +298,6 @@ def _prepare_numbered(model: Model, index: int, prompt: Prompt, config: DecodeCo
         return prepare_prompt(model.tokenizer, model.config, prompt, config, prefix_length)
     except ConfigError as error:
         raise ConfigError(f"Prompt {index}: {error}") from error
-
-
-class _Observer:
-    """Tells callbacks what happened since the last look, and ends responses that are cancelled or met a stop text."""
-
-    def __init__(self, model: Model, stream: Stream, watch: Watch):
-        self._model, self._stream, self._watch = model, stream, watch
-        self._seen: dict[tuple[int, int], Any] = {}
-        self._prefixes: dict[tuple[int, int], int] = {}
-        self._listening = watch.on_slot is not None or watch.on_prefix is not None
-
-    def most_iterations(self) -> int:
-        """How far the compiled loop may go before the next look."""
-        return self._watch.every if self._listening or self._stream.has_stops else NO_LIMIT
-
-    def __call__(self, job: Job, row: Row) -> None:
-        goes_on = True
-        if self._watch.on_slot is not None:
-            seen = self._seen.get(job.name, np.zeros_like(row.committed))
-            for slot in new_slots(job, row, seen):
-                slot = dataclasses.replace(slot, text=decode_tokens(self._model.tokenizer, slot.tokens))
-                goes_on &= _goes_on(self._watch.on_slot(slot))
-            self._seen[job.name] = row.committed
-        if self._watch.on_prefix is not None or job.config.stop:
-            tokens = stable_prefix(job, row, self._model.config.eos_token_ids)
-            if self._watch.on_prefix is not None and len(tokens) > self._prefixes.get(job.name, 0):
-                text = decode_tokens(self._model.tokenizer, tokens)
-                goes_on &= _goes_on(self._watch.on_prefix(PrefixEvent(*job.name, tokens, text)))
-            self._prefixes[job.name] = len(tokens)
-            # A stop text ends its hole only, so there is nothing to gain from noticing it early in a template.
-            if job.layout.num_holes == 1 and has_stopped(self._model.tokenizer, tokens, job.config):
-                self._stream.cancel(job.name, "stop")
-        if not goes_on:
-            self._stream.cancel(job.name)
-
-    def forget(self, answer: Answer) -> None:
-        """Drops what was remembered of a finished response."""
-        self._seen.pop((answer.index, answer.sample), None)
-        self._prefixes.pop((answer.index, answer.sample), None)
-
-
-def _goes_on(said: Any) -> bool:
-    return bool(said) or not isinstance(said, bool | np.bool_)  # NumPy's False counts, an empty text does not
 
 
 def _check_num_samples(num_samples: int) -> None:
@@ -389,13 +332,15 @@ def generate(
 
     Args:
       model: a loaded model.
-      prompts: texts when the model has a tokenizer, token-ID lists of any lengths, or templates with holes:
+      prompts: texts when the model has a tokenizer, token-ID lists of any lengths, conversations, which the tokenizer's
+        chat template turns into text, `{"messages": [{"role": "user", "content": "..."}], "enable_thinking": False}`
+        (true where it is left out), or templates with holes:
         `{"segments": ["def add(a, b):", {"hole": 32}, "return result"]}`.
       config: settings for all prompts or one per prompt; by default the model's own. One batch may mix any settings.
       seed: one for all prompts or one per prompt; with a prompt's index, all that sampling depends on.
       batch_size: the most rows decoded at once, or "auto": as many as free memory holds.
       num_samples: responses per prompt; they stand next to each other in the result.
-      prefix: text or token IDs before every prompt; computed once and shared by all rows.
+      prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
       rules: the functions that decide, see docs/rules.md.
       statistics: an object to add to.
       watch: what to be told on the way.
@@ -406,7 +351,7 @@ def generate(
     """
     _require(model, Model, "model", "what load() returns")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts is {_brief(prompts)}, no list of prompts; give a list, also of one.")
+        raise ConfigError(f"prompts is {brief(prompts)}, no list of prompts; give a list, also of one.")
     prompts = list(prompts)
     if any(is_whole(prompt) for prompt in prompts):
         raise ConfigError("prompts is a single list of token IDs; give a list of prompts.")
@@ -425,7 +370,7 @@ def generate(
         if not is_whole(value) or not 0 <= value < 2**31:
             raise ConfigError(f"seed is {value!r}; it must be a whole number in [0, 2**31).")
     if on_progress is not None and not callable(on_progress):
-        raise ConfigError(f"on_progress is {_brief(on_progress)}; give a function.")
+        raise ConfigError(f"on_progress is {brief(on_progress)}; give a function.")
     _check_options(rules, watch, statistics)
     _rows(model, batch_size, 1, 1)  # refuses a wrong one before any work
     _check_num_samples(num_samples)

@@ -26,7 +26,8 @@ OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 MASKING_SCHEDULES = ("linear", "cosine", "quadratic", "square_root")
 SOURCES = ("synthetic", "json", "arrayrecord", "tfds")
-FORMATS = ("pairs", "messages", "text")
+FORMATS = ("auto", "pairs", "messages", "text")
+TEMPLATES = ("auto", "prompt", "whole")
 TURNS = ("last", "all")
 TOKENIZER_TYPES = ("char", "bpe", "unigram")
 LESS_IS_BETTER = ("eval_loss", "eval_ar_loss", "eval_mdm_loss", "eval_mdm_bound")
@@ -223,13 +224,22 @@ class DataConfig:
     `format` says what an object holds: "pairs" a prompt and a response (`prompt_field`, `response_field`), "messages" a
     conversation (`messages_field`), whose last assistant turn is the response, or with `turns` "all" each of them in an
     example of its own; "text" a document (`text_field`) without a prompt, cut into pieces of `max_length` tokens. Other
-    examples longer than `max_length`, which is also the length of a packed row, are dropped and counted.
+    examples longer than `max_length`, which is also the length of a packed row, are dropped and counted. "auto" looks
+    at each object: a conversation, or a pair of these fields, of "query" and "response" or of "prompt" and
+    "completion", which may be lists of messages.
+
+    `template` says how the tokenizer's chat template, or else ChatML, writes them. "prompt" lets it write the
+    conversation up to the response, whose tokens and EOS follow; "whole" lets it write the response too, and finds
+    where it begins in the tokens; in both, a pair is a user's and an assistant's turn. "auto" takes pairs as they are,
+    and conversations whole where there is a chat template, as "prompt" in ChatML. The template is told
+    `enable_thinking`.
 
     Each entry of `train_files` is a source. Without `weights`, an epoch has every example once; with them, about as
     many examples, drawn from the sources in these proportions. Held-out examples come from `eval_files`, or else are
     the last of each source, `eval_examples` in all, in proportion to the sources' sizes.
 
-    `tokenizer` is a sentencepiece model file; "" trains one on the training examples. Tokens are kept in `cache_dir`
+    `tokenizer` is a sentencepiece model file, a `tokenizer.json` or a directory with either; "" trains a sentencepiece
+    model on the training examples. Tokens are kept in `cache_dir`
     for the next run, unless it is "". Batches are made `prefetch` ahead by `read_threads` threads, in `workers`
     processes of their own or, with 0, in this one.
     """
@@ -238,12 +248,14 @@ class DataConfig:
     train_files: tuple[str, ...] = ()
     eval_files: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    format: str = "pairs"
+    format: str = "auto"
     prompt_field: str = "query"
     response_field: str = "response"
     messages_field: str = "messages"
     turns: str = "last"
     text_field: str = "text"
+    template: str = "auto"
+    enable_thinking: bool = True
     synthetic_examples: int = 100_000
     eval_examples: int = 400
     max_length: int = 128
@@ -261,6 +273,7 @@ class DataConfig:
         _require_choice("data.source", self.source, SOURCES)
         _require_choice("data.format", self.format, FORMATS)
         _require_choice("data.turns", self.turns, TURNS)
+        _require_choice("data.template", self.template, TEMPLATES)
         _require_choice("data.tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         _require_minimum(
             "data", self, synthetic_examples=1, eval_examples=0, max_length=2, tokenizer_vocab_size=8, workers=0,
@@ -275,7 +288,7 @@ class DataConfig:
             f"data.train_files is empty; data.source {self.source!r} needs at least one entry to read.",
         )
         _require(
-            self.source != "synthetic" or self.format == "pairs",
+            self.source != "synthetic" or self.format in ("auto", "pairs"),
             f"data.format is {self.format!r}, but data.source 'synthetic' makes pairs; choose another source.",
         )
         _require(

@@ -1,11 +1,18 @@
-"""Decodes prompts with a trained model: one prompt to stdout, or a file of them to a file.
+"""Decodes prompts with a trained model: one prompt to stdout, a file of them to a file, or lines as they come.
 
     python decode.py --checkpoint=runs/demo --prompt='S:7+1+7+5?'
     python decode.py --checkpoint=runs/demo --input=prompts.jsonl --output=out.jsonl
+    python decode.py --checkpoint=chat_model --chat --prompt='How many legs have three cats?'
+    python decode.py --checkpoint=chat_model --chat < conversations.jsonl
 
 The input has one JSON object per line with a "prompt": text, or a list of token IDs. Instead of it there may be
-"segments", fixed texts and holes to fill: ["def add(a, b):", {"hole": 32}, "return result"]. "decode" may hold settings
-for that line alone: {"seed": 3, "gen_length": 32}. Lines may have an "id" of their own.
+"messages", a conversation to answer: [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+which the tokenizer's chat template turns into text and which "enable_thinking" may go with; or "segments", fixed texts
+and holes to fill: ["def add(a, b):", {"hole": 32}, "return result"]. "decode" may hold settings for that line alone:
+{"seed": 3, "gen_length": 32}. Lines may have an "id" of their own.
+
+With --chat a prompt is a conversation too, of one user's message. With --chat alone lines of this form are read from
+standard input and answered one by one, each as soon as it has come; their objects go to standard output.
 
 The output has the same objects plus "response" and "finish_reason", of segments also "holes"; with --num_samples above
 1 "responses" and "finish_reasons". A line that cannot be answered gets "error" and its "line" number instead, and the
@@ -18,23 +25,17 @@ has; they need a common file system.
 Settings that are not given are those of the run.
 """
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import os
-import signal
 import sys
-import time
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import tqdm
 from absl import flags
 
 from refusion_jax import answers, command_line
@@ -43,20 +44,27 @@ from refusion_jax.config import ConfigError, DecodeConfig, to_dict
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
-from refusion_jax.files import fingerprint
+from refusion_jax.file_job import answer_file, response_fields
+from refusion_jax.files import fingerprint, read_lines
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.processes import (
-    Interrupted,
-    Process,
-    Signals,
-    define_processes,
-    join_processes,
-    wait_for_all,
-)
-from refusion_jax.prompt_files import SEED_LIMIT, Line, Reader, Scan, open_input, scan_file
+from refusion_jax.huggingface import local_directory
+from refusion_jax.processes import Interrupted, Process, Signals, define_processes, join_processes
+from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
+from refusion_jax.prompts import Prepared
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
-PLAIN_PROGRESS_SECONDS = 10.0
+# What `load` reads of a Hugging Face directory.
+_HUGGING_FACE_FILES = (
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 
 
 class _BatchSize(flags.ArgumentParser):
@@ -80,6 +88,13 @@ flags.DEFINE_string("checkpoint", None, "Run directory or Hugging Face directory
 flags.DEFINE_string("prompt", None, "One prompt; its response goes to stdout.", flag_values=FLAGS)
 flags.DEFINE_string("input", None, "JSON-lines file of prompts.", flag_values=FLAGS)
 flags.DEFINE_string("output", None, "JSON-lines file to write, or to continue.", flag_values=FLAGS)
+flags.DEFINE_bool(
+    "chat", False, "Prompts are conversations; alone it answers lines of standard input.", flag_values=FLAGS
+)
+flags.DEFINE_string("system", None, "With --chat: system message for conversations that have none.", flag_values=FLAGS)
+flags.DEFINE_bool(
+    "enable_thinking", True, "For conversations: what the chat template is told, if it asks.", flag_values=FLAGS
+)
 flags.DEFINE_bool("ordered", True, "Put the output into input order at the end.", flag_values=FLAGS)
 flags.DEFINE_string(
     "trace",
@@ -138,13 +153,16 @@ def main(args: flags.FlagValues) -> None:
 
 
 def _check_flags(args: flags.FlagValues) -> None:
-    if (args.prompt is None) == (args.input is None):
+    given = [name for name in ("prompt", "input") if args[name].value is not None]
+    if len(given) == 2 or not (given or args.chat):
         raise ConfigError("Give either --prompt or --input.")
     if (args.input is None) != (args.output is None):
         raise ConfigError("--input and --output belong together: the file of prompts and the file to write.")
     for name in ("trace", "num_processes"):
-        if args.prompt is not None and args[name].value is not None:
-            raise ConfigError(f"--{name} needs a file of prompts; give --input and --output instead of --prompt.")
+        if args.input is None and args[name].value is not None:
+            instead = " instead of --prompt" if given else ""
+            raise ConfigError(f"--{name} needs a file of prompts; give --input and --output{instead}.")
+    _check_chat_flags(args)
     files = {f"--{name}": Path(str(args[name].value)) for name in ("input", "output", "trace") if args[name].value}
     for (one, path), (other, other_path) in itertools.combinations(files.items(), 2):
         if path.resolve() == other_path.resolve():
@@ -152,6 +170,17 @@ def _check_flags(args: flags.FlagValues) -> None:
     for flag in ("--output", "--trace"):
         if flag in files:
             answers.check_free(files[flag], flag)
+
+
+def _check_chat_flags(args: flags.FlagValues) -> None:
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system needs --chat: only conversations have a system message.")
+    if args.prompt is not None and args["enable_thinking"].present and not args.chat:
+        raise ConfigError("--enable_thinking needs --chat: only conversations are written by a chat template.")
+    if args.chat and args.prefix:
+        raise ConfigError(
+            "--prefix cannot be used with --chat: it would stand before the conversation's beginning; give --system."
+        )
 
 
 def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
@@ -162,9 +191,25 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
             encode_prompt(model, args.prefix)
         except ConfigError as error:
             raise ConfigError(f"--prefix cannot be used: {error}") from error
+    if args.chat and model.tokenizer is None:
+        raise ConfigError(
+            "--chat needs a tokenizer, which the model does not have; give lists of token IDs without it."
+        )
+    chat = Chat(args.chat, args.system, args.enable_thinking)
+    if args.system is not None:
+        try:
+            chat.of_text("", True)
+        except ConfigError as error:
+            raise ConfigError(f"--system cannot be used: {error}") from error
     if args.prompt is not None:
-        return decode_one(model, args, config)
-    return decode_file(model, args, config, process, signals)
+        return decode_one(model, args, config, chat)
+    reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, chat, signals)
+    stream = functools.partial(_stream, model, args)
+    if args.input is None:
+        return decode_lines(reader, sys.stdin.buffer, sys.stdout.buffer, stream)
+    targets = {f"--{name}": Path(str(args[name].value)) for name in ("output", "trace") if args[name].present}
+    identity = _identity(args, config)
+    return answer_file(reader, Path(args.input), targets, identity, process, stream, args.num_samples, args.ordered)
 
 
 def _settings(args: flags.FlagValues) -> dict[str, Any]:
@@ -212,11 +257,11 @@ def _stream(
     )
 
 
-def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig) -> int:
+def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig, chat: Chat) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
-    prepared, bounds, statistics = prepare(model, args.prompt, config, args.prefix or None), Bounds(), Statistics()
-    bounds.include(prepared.layout, prepared.config)
-    requests = [StreamRequest(0, prepared, config, args.seed)]
+    prompt = chat.of_text(args.prompt, chat.enable_thinking) if chat.prompts else args.prompt
+    prepared, statistics = prepare(model, prompt, config, args.prefix or None), Statistics()
+    requests, bounds = [StreamRequest(0, prepared, config, args.seed)], Bounds.of([(prepared.layout, config)])
     for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
         print(answer.text)
     per_forward = statistics.tokens / max(statistics.forwards, 1)
@@ -227,65 +272,61 @@ def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig) -> in
     return 0
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+def decode_lines(reader: Reader, source: BinaryIO, target: BinaryIO, stream: Callable[..., Iterator[Answer]]) -> int:
+    """Answers lines one by one, each before the next is read; returns the exit status.
 
-
-def decode_file(model: Model, args: flags.FlagValues, config: DecodeConfig, process: Process, signals: Signals) -> int:
-    """Answers a file of prompts, or this process's share of it; returns the exit status.
-
-    Raises:
-      ConfigError: when the input cannot be read or used, or the output not be written or continued.
+    Args:
+      reader: of the lines.
+      source: where they come from.
+      target: where the objects with the answers go, in UTF-8.
+      stream: `_stream` of its last four arguments.
     """
-    with open_input(Path(args.input)) as source, contextlib.ExitStack() as stack:
-        reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, signals)
-        scan = scan_file(source, reader, process)
-        identity = _identity(args, config, scan)
-        outputs = [
-            _Output(
-                stack.enter_context(answers.Answers(_own_path(path, process), identity, flag)), path, identity, flag
-            )
-            for flag, path in (("--output", args.output), ("--trace", args.trace))
-            if path is not None
-        ]
-        job = _FileJob(reader, outputs, process, scan, args.num_samples)
-        if job.untraced:
-            print(f"{job.untraced} answers have no trace yet; decoding them again for it.", file=sys.stderr)
-        try:
-            if job.done == scan.share > 0:
-                print(
-                    f"All {scan.share} prompts are already answered, {job.failed} of them with errors.", file=sys.stderr
-                )
-            else:
-                job.answer(source, functools.partial(_stream, model, args))
-            job.finish(args.ordered)
-        except KeyboardInterrupt as interrupt:
-            print(
-                f"Interrupted: {job.done} of {scan.share} prompts answered; run the same command again to continue.",
-                file=sys.stderr,
-            )
-            return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
-        return 1 if job.failed else 0
+    failed = False
+    for number, text in read_lines(source, MAX_LINE_BYTES):
+        if text is not None and not text.strip():
+            continue
+        line = reader.line(number, text)
+        failed |= line.request is None
+        record = line.record if line.request is None else _answer_line(reader, line.record, line.request, stream)
+        target.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        target.flush()
+        reader.signals.check()
+    return int(failed)
 
 
-def _own_path(path: str, process: Process) -> Path:
-    return answers.part_path(Path(path), process.id) if process.id else Path(path)
+def _answer_line(
+    reader: Reader, record: dict[str, Any], request: StreamRequest, stream: Callable[..., Iterator[Answer]]
+) -> dict[str, Any]:
+    assert isinstance(request.prompt, Prepared)
+    # Lengths are rounded up to buckets, so lines of similar lengths share one program.
+    bounds = Bounds.of([(request.prompt.layout, request.config)])
+    reader.signals.waiting = True
+    samples = sorted(stream([request], 1, bounds, Statistics()), key=lambda answer: answer.sample)
+    reader.signals.waiting = False
+    return record | response_fields(samples, reader.is_template(record))
 
 
-def _identity(args: flags.FlagValues, config: DecodeConfig, scan: "Scan") -> dict[str, Any]:
-    """All that answers depend on: not how many are decoded at once, nor by how many processes."""
-    checkpoint = Path(args.checkpoint).resolve()
+def _identity(args: flags.FlagValues, config: DecodeConfig) -> dict[str, Any]:
+    """All that answers depend on besides the input: not how many are decoded at once, nor by how many processes."""
+    checkpoint = _checkpoint_directory(args.checkpoint)
     return {
         "checkpoint": str(checkpoint),
         "checkpoint_content": fingerprint(_checkpoint_files(checkpoint), checkpoint),
-        "input_bytes": scan.size,
-        "input_sha256": scan.sha256,
         "prompt_field": args.prompt_field,
         "prefix": args.prefix or None,
+        "chat": args.chat,
+        "system": args.system,
+        "enable_thinking": args.enable_thinking,
         "num_samples": args.num_samples,
         "seed": args.seed,
         "slot_score": args.slot_score,
         **to_dict(config),
     }
+
+
+def _checkpoint_directory(name: str) -> Path:
+    """The directory that `load` reads."""
+    return Path(local_directory(name)).resolve()
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
@@ -297,224 +338,8 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         found = [path for folder in [*folders, directory / TOKENIZER_NAME] for path in folder.rglob("*")]
         found.append(directory / CONFIG_NAME)
     else:
-        patterns = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.model")
-        found = [path for pattern in patterns for path in directory.glob(pattern)]
+        found = [path for pattern in _HUGGING_FACE_FILES for path in directory.glob(pattern)]
     return [path for path in found if path.is_file()]
-
-
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
-class _Output:
-    """One of the files that answers go to: what this process writes of it, and what others have."""
-
-    def __init__(self, own: answers.Answers, path: str, identity: Mapping[str, Any], flag: str):
-        self.own, self._path = own, Path(path)
-        others = [other for other in (self._path, *answers.find_parts(self._path)) if other != own.path]
-        self._others = [answers.read_answers(other, identity, flag).states for other in others]
-
-    def states(self, size: int) -> np.ndarray:
-        """What is known of lines below `size`, from all files."""
-        known = np.zeros(size, np.uint8)
-        for states in (self.own.index.states, *self._others):
-            there = np.frombuffer(states[:size], np.uint8)
-            known[: len(there)] = np.maximum(known[: len(there)], there)
-        return known
-
-    def write(self, line: int, objects: Iterable[Any], tokens: int, failed: bool = False) -> None:
-        """Writes the answer to a line, if it is not there from a run that was cut off before its other file."""
-        if self.own.index.state(line) == answers.UNANSWERED:
-            text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in objects)
-            self.own.append(line, text.encode(), tokens, failed)
-
-    def gather(self, ordered: bool) -> None:
-        """Takes over what other processes wrote, and finishes the file."""
-        parts = answers.find_parts(self._path)
-        for part in parts:
-            self.own.gather(part)
-        if ordered:
-            self.own.sort()
-        self.own.complete()
-        for part in parts:
-            answers.remove_part(part)
-
-
-class _FileJob:
-    """The work on one file: what is done, and doing the rest.
-
-    Args:
-      outputs: the output and, if there is one, the trace.
-
-    Attributes:
-      done, failed: this process's lines that have an answer, and those of them whose answer is an error.
-      untraced: lines whose answer is there, but not its trace; they are decoded again.
-    """
-
-    def __init__(self, reader: Reader, outputs: list[_Output], process: Process, scan: Scan, num_samples: int):
-        self._reader, self._outputs, self._process, self._scan = reader, outputs, process, scan
-        self._num_samples = num_samples
-        self._pending: dict[int, tuple[Line, list[Answer]]] = {}
-        states = [output.states(scan.last + 1) for output in outputs]
-        # A trace has nothing of lines with errors.
-        is_failed, is_answered = states[0] == answers.FAILED, np.all(np.stack(states) == answers.ANSWERED, axis=0)
-        self._is_done = is_failed | is_answered
-        self.done = int(np.count_nonzero(process.of(self._is_done)))
-        self.failed = int(np.count_nonzero(process.of(is_failed)))
-        self.untraced = int(np.count_nonzero(process.of((states[0] == answers.ANSWERED) & ~is_answered)))
-
-    def answer(self, source: BinaryIO, stream: Callable[..., Iterator[Answer]]) -> None:
-        """Answers the lines that have no answer yet.
-
-        Args:
-          source: the input.
-          stream: `_stream` of its last four arguments.
-
-        Raises:
-          ConfigError: when the input is not what it was at first, or an answer cannot be written.
-        """
-        statistics, digest, start = Statistics(), hashlib.sha256(), time.perf_counter()
-        count = self._scan.share - self.done
-        self._progress = _Progress(self.done, self._scan.share, statistics)
-        signals = self._reader.signals
-        signals.waiting = True
-        try:
-            requests = self._requests(source, digest)
-            first = next(requests, None)  # a stream of none would be built for nothing
-            if first is not None:
-                for answer in stream(itertools.chain([first], requests), count, self._scan.bounds, statistics):
-                    self._take(answer)
-                    signals.check()
-        finally:
-            signals.waiting = False
-            self._progress.close()
-        if digest.hexdigest() != self._scan.sha256:
-            raise ConfigError(f"--input {source.name} changed while it was read; delete the output and start over.")
-        self._report(statistics, time.perf_counter() - start)
-
-    def _requests(self, source: BinaryIO, digest: Any) -> Iterator[StreamRequest]:
-        """The prompts to answer; lines with errors are answered on the way."""
-
-        def is_wanted(number: int) -> bool:
-            return number <= self._scan.last and self._process.has(number) and not self._is_done[number]
-
-        for line in self._reader.lines(source, digest, is_wanted):
-            if line.request is None:
-                self._outputs[0].write(line.number, [line.record], 0, failed=True)
-                self.failed += 1
-                self._count(0)
-            else:
-                self._pending[line.request.index] = line, []
-                yield line.request
-
-    def _take(self, answer: Answer) -> None:
-        """Writes the answer to a line when it has all samples."""
-        line, samples = self._pending[answer.index]
-        samples.append(answer)
-        if len(samples) < self._num_samples:
-            return
-        del self._pending[answer.index]
-        samples.sort(key=lambda sample: sample.sample)
-        tokens = sum(len(sample.tokens) for sample in samples)
-        record = line.record | _response(samples, self._reader.is_template(line.record))
-        contents = [[record], [_trace(line.number, sample) for sample in samples]]
-        for output, objects in reversed(list(zip(self._outputs, contents, strict=False))):  # the output comes last
-            output.write(line.number, objects, tokens)
-        self._count(tokens)
-
-    def _count(self, tokens: int) -> None:
-        self.done += 1
-        self._progress.add(tokens)
-
-    def _report(self, statistics: Statistics, seconds: float) -> None:
-        print(
-            f"{self.done - self.failed} prompts answered, {self.failed} lines with errors. This run: "
-            f"{statistics.tokens} response tokens in {seconds:.1f} s ({statistics.tokens / seconds:,.0f} tokens/s) and "
-            f"{statistics.forwards} forwards ({statistics.tokens / max(statistics.forwards, 1):.1f} tokens per "
-            f"forward); {statistics.compile_seconds:.1f} s of it compiling.",
-            file=sys.stderr,
-        )
-
-    def finish(self, ordered: bool) -> None:
-        """Waits for all processes; the first one then brings all answers together.
-
-        Raises:
-          ConfigError: when another process did not do its share, or the output cannot be written.
-        """
-        if self._process.id:
-            for output in self._outputs:
-                output.own.close()
-        wait_for_all(self._process, "answered")
-        if not self._process.id:
-            for output in self._outputs:
-                output.gather(ordered)
-            index = self._outputs[0].own.index
-            self.failed = index.failed
-            if self._process.count > 1:
-                print(f"All shares: {len(index) - self.failed} prompts answered, {self.failed} lines with errors.",
-                      file=sys.stderr)  # fmt: skip
-        wait_for_all(self._process, "gathered")
-
-
-def _response(samples: list[Answer], is_template: bool) -> dict[str, Any]:
-    """What an output object says of the answers to its prompt: texts, or token IDs without a tokenizer."""
-    holes = [sample.holes if sample.hole_texts is None else sample.hole_texts for sample in samples]
-    if samples[0].text is not None:
-        responses: list[Any] = [sample.text for sample in samples]
-    else:
-        responses = [sample.holes if is_template else sample.tokens for sample in samples]
-    reasons = [sample.finish_reason for sample in samples]
-    filled = {"holes": holes} if is_template else {}
-    if len(samples) == 1:
-        return {
-            "response": responses[0],
-            **{name: value[0] for name, value in filled.items()},
-            "finish_reason": reasons[0],
-        }
-    return {"responses": responses, **filled, "finish_reasons": reasons}
-
-
-def _trace(line: int, answer: Answer) -> dict[str, Any]:
-    return {
-        "line": line,
-        "sample": answer.sample,
-        "tokens": answer.committed,
-        "position_ids": answer.position_ids,
-        "iteration": answer.order,
-        "probability": [float(f"{probability:.7g}") for probability in answer.probabilities],  # no more is float32
-    }
-
-
-class _Progress:
-    """A bar on a terminal; elsewhere a line now and then."""
-
-    def __init__(self, done: int, total: int, statistics: Statistics):
-        self._start = self._printed = time.perf_counter()
-        self._first, self._done, self._total, self._tokens = done, done, total, 0
-        self._statistics = statistics
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(total=total, initial=done, unit=" prompts", dynamic_ncols=True)
-
-    def add(self, tokens: int) -> None:
-        """Counts an answered prompt with so many response tokens."""
-        self._done += 1
-        self._tokens += tokens
-        now = time.perf_counter()
-        seconds = max(now - self._start - self._statistics.compile_seconds, 1e-9)  # compiling does not come again
-        rate = f"{self._tokens / seconds:,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(rate, refresh=False)
-            self._bar.update()
-        elif now - self._printed >= PLAIN_PROGRESS_SECONDS:
-            self._printed = now
-            left = seconds / (self._done - self._first) * (self._total - self._done)
-            text = f"{self._done}/{self._total} prompts, {rate}, {tqdm.tqdm.format_interval(left)} left"
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Ends the bar's line."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.files import read_lines
 from refusion_jax.processes import Process, Signals
-from refusion_jax.prompts import Prepared
+from refusion_jax.prompts import Prepared, conversation
 
 MAX_LINE_BYTES = 1 << 20
 SEED_LIMIT = 2**31
@@ -55,6 +55,33 @@ class _Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chat:
+    """What is done with conversations.
+
+    Attributes:
+      prompts: whether a prompt is one too, of a single message.
+      system: content of a system message that is put first where there is none.
+      enable_thinking: what the chat template is told, unless the line says otherwise.
+    """
+
+    prompts: bool = False
+    system: str | None = None
+    enable_thinking: bool = True
+
+    def of(self, messages: Any, enable_thinking: Any) -> dict[str, Any]:
+        """The prompt of a conversation.
+
+        Raises:
+          ConfigError: when it is none that can be answered.
+        """
+        return conversation(messages, self.system, enable_thinking)
+
+    def of_text(self, text: str, enable_thinking: Any) -> dict[str, Any]:
+        """The prompt of a conversation whose only message, or the one after the system's, is the user's."""
+        return self.of([{"role": "user", "content": text}], enable_thinking)
+
+
+@dataclasses.dataclass(frozen=True)
 class Reader:
     """Turns lines into requests."""
 
@@ -63,6 +90,7 @@ class Reader:
     seed: int
     prompt_field: str
     prefix: str | None
+    chat: Chat
     signals: Signals
 
     def lines(
@@ -116,17 +144,27 @@ class Reader:
 
     def _prompt(self, record: Mapping[str, Any]) -> Any:
         field = self.prompt_field
+        given = [name for name in dict.fromkeys((field, "segments", "messages")) if name in record]
+        if not given:
+            raise ConfigError(
+                f"There is no {field!r} here, no 'messages' and no 'segments'; fields: {', '.join(record) or 'none'}."
+            )
+        if len(given) > 1:
+            raise ConfigError(f"There are both {given[0]!r} and {given[1]!r}; give one of them.")
         if self.is_template(record):
-            if field in record:
-                raise ConfigError(f"There are both {field!r} and 'segments'; give one of them.")
+            if self.chat.prompts:
+                raise ConfigError("'segments' are no conversation; give 'messages', or leave out --chat.")
             return {"segments": record["segments"]}
-        if not _is_prompt(record.get(field)):
-            if field not in record:
-                raise ConfigError(
-                    f"There is no {field!r} here and no 'segments'; fields: {', '.join(record) or 'none'}."
-                )
+        prompt, thinking = record[given[0]], record.get("enable_thinking", self.chat.enable_thinking)
+        if given[0] == "messages" and not (field == "messages" and _is_prompt(prompt)):
+            return self.chat.of(prompt, thinking)
+        if self.chat.prompts:
+            if not isinstance(prompt, str):
+                raise ConfigError(f"{field!r} must be text with --chat, the user's message; or give 'messages'.")
+            return self.chat.of_text(prompt, thinking)
+        if not _is_prompt(prompt):
             raise ConfigError(f"{field!r} must be text or a list of token IDs, which are whole numbers.")
-        return record[field]
+        return prompt
 
     def _config(self, record: Mapping[str, Any]) -> tuple[DecodeConfig, int]:
         if "decode" not in record or self.prompt_field == "decode":

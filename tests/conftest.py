@@ -6,9 +6,12 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: two threads only spin on matrices this small
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 
+import refusion_jax as rf
 from refusion_jax.config import (
     CheckpointConfig,
     Config,
@@ -18,7 +21,9 @@ from refusion_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from refusion_jax.data import train_tokenizer
 from refusion_jax.decoding import batching
+from refusion_jax.modeling import Transformer
 from refusion_jax.training.loop import train
 
 
@@ -73,3 +78,23 @@ def tiny_run(tiny_config, tmp_path_factory) -> Path:
     with _quick_compilation():
         train(tiny_config, workdir)
     return workdir
+
+
+@pytest.fixture(scope="session")
+def chat_model() -> rf.Model:
+    """Random weights, and a tokenizer with the letters that conversations need; other characters are bytes."""
+    tokenizer = train_tokenizer(["".join(map(chr, range(32, 127))) + "\n"], "char", 400)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.6,
+    )
+    module, tokens = Transformer(config), jnp.zeros((1, 1), jnp.int32)
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), tokens, tokens))["params"]
+    return rf.Model(config, module, params, tokenizer, DecodeConfig(gen_length=16, slot_size=4, slot_threshold=0.2))

@@ -13,8 +13,10 @@ import pytest
 
 import refusion_jax as rf
 from refusion_jax import api
-from refusion_jax.data import Tokenizer
-from refusion_jax.prompts import decode_tokens
+from refusion_jax.config import MeshConfig
+from refusion_jax.data import load_tokenizer
+from refusion_jax.responses import Detokenizer
+from refusion_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,7 +62,20 @@ def test_load_a_hugging_face_directory(tmp_path, tiny_run):
 
     with_tokenizer = shutil.copytree(REFERENCE / "checkpoint", tmp_path / "model")
     shutil.copy(tiny_run / "tokenizer" / "tokenizer.model", with_tokenizer)
-    assert rf.load(str(with_tokenizer)).tokenizer.encode("S:1?") == Tokenizer.load(with_tokenizer).encode("S:1?")
+    assert rf.load(str(with_tokenizer)).tokenizer.encode("S:1?") == load_tokenizer(with_tokenizer).encode("S:1?")
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint"])
+def test_load_in_another_type_onto_a_mesh(kind, tiny_run):
+    path = tiny_run if kind == "run" else REFERENCE / "checkpoint"
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    plain, model = rf.load(path), rf.load(path, dtype="bfloat16", mesh=mesh)
+    assert model.config == dataclasses.replace(plain.config, dtype="bfloat16", param_dtype="bfloat16")
+    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(model.params))
+    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), plain.params)
+    jax.tree.map(np.testing.assert_array_equal, model.params, halved)
+    with pytest.raises(rf.ConfigError, match="dtype is 'int8', not one of float32, bfloat16, float16"):
+        rf.load(path, dtype="int8")
 
 
 def test_load_errors(tmp_path, copied_run):
@@ -263,8 +278,8 @@ def test_probabilities_are_the_models(model):
 def test_a_vocabulary_padded_beyond_the_tokenizer_has_no_text_there(model):
     size = model.tokenizer.vocab_size
     letter = model.tokenizer.encode("R")
-    assert decode_tokens(model.tokenizer, [*letter, size + 3, *letter]) == "RR"
-    assert decode_tokens(None, letter) is None
+    detokenizer = Detokenizer(model.tokenizer, model.config.eos_token_ids)
+    assert detokenizer.decode([*letter, size + 3, *letter]) == "RR"
 
 
 def test_no_prompts(model):

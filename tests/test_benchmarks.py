@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, loss, train, yardstick
+from benchmarks import common, decode, loading, loss, tokenizing, train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
 from refusion_jax.modeling import Transformer
 
@@ -55,6 +55,17 @@ def test_tables_without_the_yardstick():
     assert "yardstick" not in train.summary_table(summary, 7.0, 1.02, 1000.0)
 
 
+def test_a_checkpoint_to_load(tmp_path):
+    config = loading.make_config(512, gigabytes=0.02)
+    assert (config.num_hidden_layers, config.num_key_value_heads) == (2, 1)
+    assert loading.make_config(4096, gigabytes=4).num_hidden_layers == 9
+    loading.write_checkpoint(tmp_path, config, shards=3)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert loading.measure(tmp_path)["seconds"] > 0
+    with pytest.raises(ConfigError, match="--hidden_size is 700, not a multiple of 512; use 512"):
+        loading.make_config(700, gigabytes=1)
+
+
 def test_yardstick_batches_are_padded_to_the_longest():
     tokens, mask = yardstick.padded([2, 5, 3], vocab_size=64)
     assert np.shape(tokens) == (3, 5) and np.max(tokens) < 64
@@ -98,12 +109,30 @@ def test_yardstick_says_what_is_missing(tmp_path, name, message):
         common.Yardstick(str(tmp_path / name), "yardstick.py", {})
 
 
-@pytest.mark.parametrize("script", ["train.py", "decode.py", "infilling.py"])
+@pytest.mark.parametrize("script", ["train.py", "decode.py", "infilling.py", "tokenizing.py"])
 def test_benchmarks_run_as_scripts(script, tmp_path):
     """From any directory, though a script's own directory is all that Python puts on its path."""
     command = [sys.executable, str(common.HERE / script), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"benchmarks/{script}" in done.stdout
+
+
+# ---- tokenizing ----------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_repeated_and_tokenized_whole(tmp_path):
+    rows = [{"question": f"{i}+{i}?", "answer": f"{2 * i}."} for i in range(3)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    conversations = tokenizing.read_conversations(str(tmp_path / "data.jsonl"), 5)
+    assert [turns[1]["content"] for turns in conversations] == ["0.", "2.", "4.", "0.", "2."]
+    tokenizer = tokenizing.train_byte_level([turn["content"] for turns in conversations for turn in turns])
+    summary = tokenizing.summarise([tokenizing.measure(conversations, tokenizer)] * 2, 5)
+    text = tokenizer.render(conversations[0], add_generation_prompt=False, enable_thinking=True)
+    assert summary["tokens"] == 5 * len(tokenizer.encode(text.strip()))
+    assert summary["seconds"]["median"] >= summary["tokenize_seconds"]["max"]
+    (tmp_path / "data.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="which has no examples"):
+        tokenizing.read_conversations(str(tmp_path / "data.jsonl"), 5)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------

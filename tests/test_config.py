@@ -54,6 +54,7 @@ REFUSED = [
     (DataConfig, {"format": "message"}, "data.format is 'message'.* Did you mean 'messages'?"),
     (DataConfig, {"format": "text"}, "data.source 'synthetic' makes pairs"),
     (DataConfig, {"turns": "first"}, "data.turns is 'first', not one of last, all"),
+    (DataConfig, {"template": "chat"}, "data.template is 'chat', not one of auto, prompt, whole"),
     (DataConfig, {"text_field": ""}, "data.text_field is empty"),
     (DataConfig, {"messages_field": ""}, "data.messages_field is empty"),
     (DataConfig, {"workers": -1}, "data.workers is -1"),

@@ -107,7 +107,7 @@ class Run:
 
     def restored_norm(self, workdir):
         """Continues what `workdir` holds, as far as the mesh goes."""
-        checkpoints = Checkpoints(workdir, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", b""))
+        checkpoints = Checkpoints(workdir, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", {}))
         restored = checkpoints.restore(self.state)
         checkpoints.close()
         assert restored.step == STEPS
@@ -313,7 +313,7 @@ def main(root, names):
         found = {"initial_norm": norm(run.state), "restored_norm": run.restored_norm(root) if results else None}
         results[name] = found | run.results() | {"norm": norm(run.state)}
         if len(results) == 1:
-            checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", b""))
+            checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", {}))
             checkpoints.save(run.state)
             checkpoints.close()
     (root / "results.json").write_text(json.dumps(results))

@@ -7,6 +7,7 @@ checksums, that it must make the entry itself.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -80,7 +81,7 @@ def _save(entry: epath.Path, splits: Splits) -> None:
     body = {
         "checksums": checksums,
         "train_source_sizes": splits.train.source_sizes,
-        "held_out_texts": [[example.prompt, example.response] for example in texts],
+        "held_out_texts": [dataclasses.astuple(example) for example in texts],
         "held_out_index": [texts[example] for example in splits.held_out_examples],
         "counts": to_dict(splits.counts),
     }

@@ -9,10 +9,18 @@ class DataError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One training pair as text. A document to learn whole has an empty prompt."""
+    """One training pair as text. A document to learn whole has an empty prompt.
+
+    Attributes:
+      prompt: what the response follows.
+      response: what is learnt; of a conversation the words of the assistant's turn.
+      rendered: prompt and response as one text, by a chat template, to be tokenized as one; "" when prompt and response
+        are tokenized by themselves.
+    """
 
     prompt: str
     response: str
+    rendered: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

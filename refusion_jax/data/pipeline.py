@@ -19,16 +19,18 @@ from refusion_jax.data.batches import Batch, Batches
 from refusion_jax.data.cache import cached
 from refusion_jax.data.examples import Example
 from refusion_jax.data.readers import fingerprint_entry
+from refusion_jax.data.sentencepiece_tokenizer import train_tokenizer
 from refusion_jax.data.splits import Corpus, DataCounts, tokenize_corpus
 from refusion_jax.data.tokenized import TokenizedExamples
-from refusion_jax.data.tokenizers import Tokenizer, train_tokenizer
+from refusion_jax.data.tokenizer_files import load_tokenizer
+from refusion_jax.data.tokenizers import Tokenizer
 
 # Raised when the same configuration, files and tokenizer give other tokens than before.
-_TOKENS_VERSION = 1
+_TOKENS_VERSION = 2
 _POLL_SECONDS = 1.0
 _TOKEN_FIELDS = (
-    "source", "format", "prompt_field", "response_field", "messages_field", "turns", "text_field", "eval_examples",
-    "max_length",
+    "source", "format", "prompt_field", "response_field", "messages_field", "turns", "text_field", "template",
+    "enable_thinking", "eval_examples", "max_length",
 )  # fmt: skip
 
 
@@ -61,9 +63,11 @@ def load_dataset(config: DataConfig, *, seed: int, tokenizer: Tokenizer | None =
     Raises:
       DataError: for files or a tokenizer that cannot be used, or when no example is left to train on.
     """
-    corpus = Corpus(config, seed)
+    if tokenizer is None and config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer)
+    corpus = Corpus(config, seed, tokenizer)
     if tokenizer is None:
-        tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else _train_tokenizer(config, corpus)
+        tokenizer = _train_tokenizer(config, corpus)
     fingerprint = _fingerprint(config, seed, tokenizer)
     splits = cached(config.cache_dir, fingerprint, lambda: tokenize_corpus(config, corpus, tokenizer))
     return Dataset(
@@ -87,7 +91,7 @@ def _train_tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
         text
         for examples, _, _ in corpus.train()
         for example in examples
-        for text in (example.prompt, example.response)
+        for text in ([example.rendered] if example.rendered else [example.prompt, example.response])
         if text
     ]
     return train_tokenizer(texts, config.tokenizer_type, config.tokenizer_vocab_size)

@@ -8,6 +8,7 @@ import numpy as np
 
 from refusion_jax.config import DataConfig
 from refusion_jax.data import synthetic
+from refusion_jax.data.conversations import Conversations
 from refusion_jax.data.examples import DataError, Example, ReadCounts
 from refusion_jax.data.records import read_entry
 from refusion_jax.data.tokenized import (
@@ -47,11 +48,13 @@ class Corpus:
     Args:
       config: what to read.
       seed: seed of the synthetic tasks.
+      tokenizer: whose chat template writes conversations; None writes them in ChatML.
     """
 
-    def __init__(self, config: DataConfig, seed: int):
+    def __init__(self, config: DataConfig, seed: int, tokenizer: Tokenizer | None):
         self._config, self._seed = config, seed
-        self._read = functools.lru_cache(1)(functools.partial(read_entry, config))
+        self._conversations = Conversations.of(config, tokenizer)
+        self._read = functools.lru_cache(1)(functools.partial(read_entry, config, conversations=self._conversations))
 
     def train(self) -> Iterator[tuple[list[Example], list[Example], ReadCounts]]:
         """Yields (training examples, examples held out of them, counts of reading) of each source.
@@ -61,7 +64,8 @@ class Corpus:
         """
         config = self._config
         if config.source == "synthetic":
-            yield synthetic.train_examples(self._seed, config.synthetic_examples), [], ReadCounts()
+            made = synthetic.train_examples(self._seed, config.synthetic_examples)
+            yield self._pairs(made), [], ReadCounts()
             return
         total = ReadCounts()
         some = False
@@ -80,10 +84,13 @@ class Corpus:
     def held_out(self) -> Iterator[tuple[list[Example], ReadCounts]]:
         """Yields the examples of each of `eval_files`, or the synthetic ones."""
         if self._config.source == "synthetic":
-            yield synthetic.held_out_examples(self._seed, self._config.eval_examples), ReadCounts()
+            yield self._pairs(synthetic.held_out_examples(self._seed, self._config.eval_examples)), ReadCounts()
             return
         for entry in self._config.eval_files:
             yield self._read(entry)
+
+    def _pairs(self, made: list[Example]) -> list[Example]:
+        return [self._conversations.pair(pair.prompt, pair.response, "data.source 'synthetic'") for pair in made]
 
     @functools.cached_property
     def _held_out_counts(self) -> list[int]:

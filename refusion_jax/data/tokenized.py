@@ -10,6 +10,7 @@ import numpy as np
 
 from refusion_jax.data.examples import DataError, Example
 from refusion_jax.data.tokenizers import Tokenizer
+from refusion_jax.data.whole import encode_whole
 
 # Examples tokenized at once: lists of Python integers take ten times the memory of the array they become.
 _CHUNK = 4096
@@ -85,7 +86,7 @@ class TokenizeCounts:
 def tokenize(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, documents: bool = False
 ) -> tuple[TokenizedExamples, TokenizeCounts]:
-    """Tokenizes examples; a response is its tokens and EOS.
+    """Tokenizes examples; a response is its tokens and EOS. For rendered ones see `encode_whole`.
 
     An example whose prompt, response and EOS together exceed `max_length` tokens is dropped, never cut; so is one whose
     prompt or response has no tokens. Both are counted. No examples give an empty result.
@@ -98,7 +99,7 @@ def tokenize(
         example. Only the piece in which the document ends has EOS; a last piece of EOS alone is left out.
 
     Raises:
-      DataError: when there were examples and every one was dropped.
+      DataError: when there were examples and every one was dropped; and see `encode_whole`.
     """
     tokenized, counts = tokenize_some(examples, tokenizer, max_length, documents=documents)
     require_some(counts, len(examples), max_length)
@@ -147,19 +148,27 @@ def _concatenated(parts: Sequence[TokenizedExamples]) -> TokenizedExamples:
 def _encode_pairs(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int
 ) -> tuple[TokenizedExamples, TokenizeCounts]:
-    prompts = tokenizer.encode_batch([example.prompt for example in examples])
-    responses = tokenizer.encode_batch([example.response for example in examples])
-    prompt_lengths = np.fromiter(map(len, prompts), np.int32, len(prompts))
-    response_lengths = np.fromiter(map(len, responses), np.int32, len(responses))
-    lengths = prompt_lengths + response_lengths + 1
-    empty = (prompt_lengths == 0) | (response_lengths == 0)
+    rows = _encode_rows(examples, tokenizer)
+    prompt_lengths = np.fromiter((len(prompt) for prompt, _ in rows), np.int32, len(rows))
+    response_lengths = np.fromiter((len(response) for _, response in rows), np.int32, len(rows))
+    lengths = prompt_lengths + response_lengths
+    empty = (prompt_lengths == 0) | (response_lengths == 1)  # EOS alone
     too_long = ~empty & (lengths > max_length)
     kept = np.flatnonzero(~empty & ~too_long)
     shortest = int(lengths[too_long].min(initial=np.iinfo(np.int32).max)) if too_long.any() else 0
     counts = TokenizeCounts(len(kept), int(too_long.sum()), int(empty.sum()), shortest)
-    eos = [tokenizer.eos_token_id]
-    flat = (token for i in kept for part in (prompts[i], responses[i], eos) for token in part)
+    flat = (token for i in kept for part in rows[i] for token in part)
     return _from_lengths(flat, lengths[kept], prompt_lengths[kept], kept), counts
+
+
+def _encode_rows(examples: Sequence[Example], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """The token IDs of prompt and response, which ends with EOS, of each example."""
+    whole = iter(encode_whole([example for example in examples if example.rendered], tokenizer))
+    pairs = [example for example in examples if not example.rendered]
+    prompts = iter(tokenizer.encode_batch([example.prompt for example in pairs]))
+    responses = iter(tokenizer.encode_batch([example.response for example in pairs]))
+    eos = tokenizer.eos_token_id
+    return [next(whole) if example.rendered else (next(prompts), [*next(responses), eos]) for example in examples]
 
 
 def _encode_documents(

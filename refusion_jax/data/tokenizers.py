@@ -1,204 +1,174 @@
-"""Text to token IDs and back, exactly, with sentencepiece models; and training such a model on a corpus."""
+"""What every tokenizer can do, whatever library it is of."""
 
+import abc
+import codecs
 import hashlib
-import io
 import os
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import sentencepiece
 from etils import epath
 
+from refusion_jax.data.chat import render_chatml
 from refusion_jax.data.examples import DataError
 from refusion_jax.files import replace_file
 
 MODEL_NAME = "tokenizer.model"
-
-_PAD, _EOS, _MASK, _UNK = "<pad>", "</s>", "<mask>", "<unk>"
-_SPECIAL = (_PAD, _EOS, _MASK, _UNK)  # in order of token ID, for the models trained here
-_NUM_BYTES = 256
-# sentencepiece writes a space as this character, so it cannot tell the two apart when it decodes.
-_SPACE_SYMBOL = "\u2581"
-# sentencepiece marks its own boundaries with this one and leaves out every training text that has it.
-_BOUNDARY_SYMBOL = "\u2585"
-# The most that sentencepiece accepts.
-_MAX_TEXT_BYTES = 1 << 30
+JSON_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+# Of a character's UTF-8 bytes so many may be missing.
+_MAX_CUT = 3
 
 
-class Tokenizer:
-    """A sentencepiece model with pad, EOS and mask tokens, which no text can produce.
+class Tokenizer(abc.ABC):
+    """Text to token IDs and back.
 
-    With the models of `train_tokenizer`, `decode(encode(text)) == text` for every text, whatever its white space and
-    characters: a character outside the vocabulary becomes its UTF-8 bytes. The one exception is a "char" model whose
-    vocabulary has no room for the 256 bytes: there it becomes the unknown token, decoded as U+FFFD.
-
-    Args:
-      model: a serialized sentencepiece model.
-      source: what messages call the model.
-
-    Raises:
-      DataError: when `model` is not a sentencepiece model, or has no pad, EOS or `<mask>` token.
+    Attributes:
+      vocab_size: the largest token ID + 1, added tokens included.
+      unk_token_id: what characters outside the vocabulary become; -1 where there is no such token.
+      pad_token_id: fills rows; may be the EOS token.
+      eos_token_ids: all tokens that end a response.
+      bos_token_id: begins a text; None where there is no such token.
+      mask_token_id: stands for tokens that are not decoded yet.
+      chat_template: the Jinja template of conversations; "" for ChatML.
+      files: name -> content of the files that `save` writes.
     """
 
-    def __init__(self, model: bytes, source: str = "the tokenizer"):
-        self.model = model
-        self._processor = _parse_model(model, source)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.unk_token_id: int = self._processor.unk_id()
-        self.pad_token_id = self._special_id(self._processor.pad_id(), "pad", source)
-        self.eos_token_id = self._special_id(self._processor.eos_id(), "EOS", source)
-        self.mask_token_id = self._special_id(self._processor.piece_to_id(_MASK), f"mask ({_MASK})", source)
-        self._has_bytes = self._processor.piece_to_id("<0x00>") != self.unk_token_id
+    vocab_size: int
+    unk_token_id: int
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    mask_token_id: int
+    chat_template: str
+    files: Mapping[str, bytes]
 
-    def _special_id(self, token: int, name: str, source: str) -> int:
-        if token < 0 or not self._processor.is_control(token):
-            raise DataError(
-                f"{source}: the sentencepiece model has no {name} token; train it with pad_id, eos_id and "
-                f"control_symbols={_MASK} set."
-            )
-        return token
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a response of the training data; the first of `eos_token_ids`."""
+        return self.eos_token_ids[0]
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides how texts are encoded."""
-        return hashlib.sha256(self.model).hexdigest()
+        """A hash of everything that decides how texts and conversations are encoded."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files.items()):
+            digest.update(f"{name}\n{len(content)}\n".encode() + content)
+        return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token IDs of a text, without any special tokens.
+        """Returns the token IDs of a text, to which nothing is added.
 
         Raises:
           UnicodeEncodeError: for a text with half a surrogate pair, which is no Unicode text.
         """
         return self.encode_batch([text])[0]
 
+    @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns `encode(text)` for each text, faster than one by one."""
-        rows: list[list[int]] = self._processor.encode(list(texts))
-        if self._has_bytes:
-            for row, text in enumerate(texts):
-                if _SPACE_SYMBOL in text:
-                    rows[row] = self._encode_space_symbols(text)
-        return rows
 
-    def _encode_space_symbols(self, text: str) -> list[int]:
-        """Encodes a text that has the character which sentencepiece takes for a space, writing it as bytes."""
-        symbol = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SYMBOL.encode()]
-        first, *others = self._processor.encode(text.split(_SPACE_SYMBOL))
-        return first + [token for part in others for token in symbol + part]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token IDs, skipping pad, EOS, mask and every other control token.
-
-        Bytes that are not UTF-8 become U+FFFD.
+    @abc.abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Returns the text of token IDs, skipping special tokens. Bytes that are not UTF-8 become U+FFFD.
 
         Raises:
           DataError: for a token ID outside the vocabulary.
         """
-        tokens = [int(token) for token in ids]
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise DataError(f"Token ID {token} is outside the tokenizer's vocabulary of {self.vocab_size} tokens.")
-        return self._processor.decode([token for token in tokens if not self._processor.is_control(token)])
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `directory`/tokenizer.model, making the directory; the file appears only when complete."""
-        target = pathlib.Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        with replace_file(target / MODEL_NAME) as file:
-            file.write(self.model)
+    @abc.abstractmethod
+    def decode_whole(self, tokens: Iterable[int], *, at_start: bool = False) -> str:
+        """Returns `decode(tokens)` without the characters that the ends of `tokens` cut.
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Reads a sentencepiece model file, or `tokenizer.model` in a directory, on disk or `gs://`.
+        A character may have several tokens, each with some of its bytes. What more tokens could complete is left out;
+        what they could not stays, as U+FFFD. So with `at_start` the text of some tokens is a prefix of the text of the
+        same and more.
+
+        Args:
+          tokens: token IDs in a row.
+          at_start: whether the text starts with these tokens, so that none before them holds part of a character.
 
         Raises:
-          DataError: when there is no such file, or it is not a sentencepiece model with the special tokens.
+          DataError: for a token ID outside the vocabulary.
         """
-        file = epath.Path(path)
-        file = file / MODEL_NAME if file.is_dir() else file
-        try:
-            model = file.read_bytes()
-        except FileNotFoundError:
-            raise DataError(f"{file}: there is no such tokenizer file.") from None
-        except (OSError, ImportError) as error:  # ImportError: a file system not installed
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"{file}: the tokenizer file cannot be read ({reason}).") from None
-        return cls(model, source=str(file))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, enable_thinking: bool
+    ) -> str:
+        """Returns a conversation as text, in the form of the chat template or, without one, ChatML.
+
+        Args:
+          messages: turns that `check_messages` has returned.
+          add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
+          enable_thinking: what the template is told; whether the assistant may think before it answers.
+
+        Raises:
+          DataError: when the template refuses the conversation, or fails.
+        """
+        return render_chatml(messages, add_generation_prompt=add_generation_prompt)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `files` into a directory, on disk or `gs://`, making it; each file appears only when complete."""
+        _write_files(directory, self.files)
+
+    def export(self, directory: str | os.PathLike[str]) -> None:
+        """Like `save`, with what programs built on `transformers` need besides."""
+        _write_files(directory, {**self.files, **self.foreign_files()})
+
+    def foreign_files(self) -> Mapping[str, bytes]:
+        """What `export` writes besides `files`."""
+        return {}
+
+    def _checked(self, tokens: Iterable[int]) -> list[int]:
+        """The token IDs as a list."""
+        checked = [int(token) for token in tokens]
+        for token in checked:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(f"Token ID {token} is outside the tokenizer's vocabulary of {self.vocab_size} tokens.")
+        return checked
 
 
-def _parse_model(model: bytes, source: str) -> sentencepiece.SentencePieceProcessor:
-    try:
-        # sentencepiece takes no bytes for a request to load nothing, and much for a model without pieces.
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model) if model else None
-    except RuntimeError:
-        processor = None
-    if processor is None or processor.vocab_size() == 0:
-        raise DataError(f"{source}: expected a sentencepiece model, but it is something else.")
-    return processor
+def _write_files(directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> None:
+    target = epath.Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        with replace_file(target / name) as file:
+            file.write(content)
 
 
-def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer; the same texts give the same model, byte for byte.
+def decode_bytes(content: bytes, at_start: bool) -> str:
+    """Returns the text of UTF-8 bytes without the characters that their ends cut; see `Tokenizer.decode_whole`."""
+    return codecs.utf_8_decode(content[0 if at_start else _cut_start(content) :], "replace", False)[0]
 
-    Pad, EOS, mask and unknown are tokens 0 to 3, then come the 256 bytes (see `Tokenizer`), then pieces. Every
-    character of the texts is one token. The white space and Unicode form of texts are kept as they are.
+
+def without_cut_bytes(tokens: list[int], byte_of: Callable[[int], int | None], at_start: bool) -> list[int]:
+    """Leaves out the tokens at the ends that are bytes of a character of which others are missing.
 
     Args:
-      texts: the corpus; its order does not matter to "char" and little to the others.
-      kind: "char" (pieces are the corpus' characters), "bpe" or "unigram".
-      vocab_size: most tokens that the model may have; it has fewer when the corpus supports no more.
-
-    Raises:
-      DataError: for a corpus without text or a vocabulary too small for its characters.
+      tokens: token IDs in a row.
+      byte_of: the byte of a token that stands for a single one, None for any other.
+      at_start: see `Tokenizer.decode_whole`.
     """
-    texts = list(texts)
-    found = set().union(*texts)
-    if not found:
-        raise DataError("The tokenizer's training corpus has no text.")
-    # The space always has a piece: its bytes would be those of the symbol, and decode to that.
-    characters = sorted(found - {" ", _BOUNDARY_SYMBOL} | {_SPACE_SYMBOL})
-    smallest = len(_SPECIAL) + len(characters)
-    byte_fallback = kind != "char" or vocab_size >= smallest + _NUM_BYTES
-    smallest += _NUM_BYTES if byte_fallback else 0
-    if vocab_size < smallest:
-        raise DataError(
-            f"A tokenizer of {vocab_size} tokens is too small: the corpus' {len(characters)} characters and the "
-            f"special tokens need {smallest}. Raise the vocabulary size to at least that."
-        )
-    if kind == "char":
-        corpus = ["".join(characters)]  # sorted, so that a line end is not last, where sentencepiece strips it
-    else:
-        # Single characters teach nothing to merge, but sentencepiece gives up on a corpus that it finds empty.
-        corpus = characters + [text.replace(_BOUNDARY_SYMBOL, " ") for text in texts]
-    return Tokenizer(_train(corpus, kind, vocab_size, characters, byte_fallback))
+    start = 0 if at_start else _cut_start(_bytes(tokens[:_MAX_CUT], byte_of))
+    kept = tokens[start:]
+    last = _bytes(kept[: -_MAX_CUT - 1 : -1], byte_of)[::-1]
+    return kept[: len(kept) - len(last) + codecs.utf_8_decode(last, "replace", False)[1]]
 
 
-def _train(corpus: list[str], kind: str, vocab_size: int, characters: list[str], byte_fallback: bool) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus),
-        model_writer=model,
-        model_type=kind,
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        byte_fallback=byte_fallback,
-        character_coverage=1.0,
-        required_chars="".join(characters),
-        pad_id=0,
-        eos_id=1,
-        unk_id=3,
-        bos_id=-1,  # no such token, so the mask takes the free place 2
-        pad_piece=_PAD,
-        eos_piece=_EOS,
-        unk_piece=_UNK,
-        unk_surface="\ufffd",
-        control_symbols=[_MASK],
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        max_sentence_length=_MAX_TEXT_BYTES,  # longer ones would be left out
-        num_threads=1,  # the model's bytes depend on it
-        minloglevel=2,  # errors only
-    )
-    return model.getvalue()
+def _bytes(tokens: list[int], byte_of: Callable[[int], int | None]) -> bytes:
+    """The bytes of the first tokens, up to one that is none."""
+    found = []
+    for token in tokens:
+        byte = byte_of(token)
+        if byte is None:
+            break
+        found.append(byte)
+    return bytes(found)
+
+
+def _cut_start(content: bytes) -> int:
+    """How many bytes at the start continue a character whose first byte is missing."""
+    count = 0
+    while count < min(_MAX_CUT, len(content)) and content[count] & 0xC0 == 0x80:
+        count += 1
+    return count

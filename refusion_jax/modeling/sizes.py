@@ -16,7 +16,7 @@ _SIZES = {
 
 
 def qwen3(size: str, **changes: Any) -> ModelConfig:
-    """The dense Qwen3 of a size, with ReFusion's mask token.
+    """The dense Qwen3 of a size; its special tokens are the tokenizer's to tell.
 
     Args:
       size: "0.6B", "1.7B", "4B", "8B", "14B" or "32B".
@@ -40,8 +40,5 @@ def qwen3(size: str, **changes: Any) -> ModelConfig:
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,
-        "pad_token_id": 151_643,
-        "eos_token_ids": (151_645, 151_643),
-        "mask_token_id": 151_670,
     }
     return ModelConfig(**fields | changes)

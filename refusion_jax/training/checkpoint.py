@@ -48,8 +48,14 @@ class About:
 
     config: dict[str, Any]
     data_fingerprint: str
-    tokenizer: bytes
+    tokenizer: dict[str, bytes]
     base_digest: str = ""
+
+
+def about_item(about: About, step: int) -> dict[str, Any]:
+    """The "about" item of a checkpoint, plain JSON."""
+    files = {name: base64.b64encode(content).decode() for name, content in about.tokenizer.items()}
+    return dataclasses.asdict(about) | {"step": step, "tokenizer": files}
 
 
 class Checkpoints:
@@ -103,14 +109,10 @@ class Checkpoints:
         with _writing(self._directory):
             self._manager.wait_until_finished()
             self._seal_in_background()
-            about = dataclasses.asdict(self._about) | {
-                "step": step,
-                "tokenizer": base64.b64encode(self._about.tokenizer).decode(),
-            }
             items = {
                 "params": ocp.args.StandardSave(state.params),
                 "rest": ocp.args.StandardSave(_rest(state)),
-                "about": ocp.args.JsonSave(about),
+                "about": ocp.args.JsonSave(about_item(self._about, step)),
             }
             best = self._config.best_metric
             known = {best: metrics[best]} if self._config.keep_best and metrics and best in metrics else None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -16,8 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
-from refusion_jax.data import Dataset, Tokenizer, iterate, load_dataset, make_batches
+from refusion_jax.data import Dataset, Tokenizer, find_tokenizer, iterate, load_dataset, make_batches
 from refusion_jax.files import write_json
+from refusion_jax.huggingface import local_directory
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import check_mesh, local_rows, make_mesh, put_batch
 from refusion_jax.slots import batch_from_arrays
@@ -59,13 +61,18 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
         )
     special: dict[str, Any] = {
         "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_ids": (tokenizer.eos_token_id,),
+        "eos_token_ids": tokenizer.eos_token_ids,
         "mask_token_id": tokenizer.mask_token_id,
     }
     for name, token in special.items():
         given = getattr(config.model, name)
         if given not in (token, getattr(ModelConfig(), name)):
             raise ConfigError(f"model.{name} is {given}, but the tokenizer's is {token}, which decides; leave it out.")
+    if tokenizer.mask_token_id >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"The mask token of the weights, {tokenizer.mask_token_id}, is beyond the tokenizer's "
+            f"{tokenizer.vocab_size} tokens; add it to the tokenizer.json, as a special token."
+        )
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size, **special))
 
@@ -106,7 +113,7 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
     state, shardings = init_state(module, optimizer, config.train.seed, mesh, config.lora)
     state = _begin(config, state, shardings)
     base = "" if state.base is None else weights_digest(state.base)
-    about = About(to_dict(config), dataset.fingerprint, dataset.tokenizer.model, base)
+    about = About(to_dict(config), dataset.fingerprint, dict(dataset.tokenizer.files), base)
     with (
         _claim(workdir, config, dataset.tokenizer),
         _closing(Checkpoints(workdir, config.checkpoint, about)) as checkpoints,
@@ -147,9 +154,19 @@ def _given_tokenizer(config: Config, workdir: epath.Path) -> Tokenizer | None:
     """The tokenizer of a run that continues, or that a new one begins with."""
     places = [workdir / TOKENIZER_NAME]
     if config.train.init_from:
-        places += [epath.Path(config.train.init_from) / TOKENIZER_NAME, epath.Path(config.train.init_from)]
-    found = next((place for place in places if (place / "tokenizer.model").exists()), None)
-    return None if found is None else Tokenizer.load(found)
+        begin = local_directory(config.train.init_from)
+        places += [begin / TOKENIZER_NAME, begin]
+    return next((found for place in places if (found := find_tokenizer(place, _configured_mask(place)))), None)
+
+
+def _configured_mask(directory: epath.Path) -> int | None:
+    """The mask token that a Hugging Face directory's configuration names, where there is one."""
+    try:
+        values = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):  # reading the weights says what is wrong with it
+        return None
+    token = values.get("mask_token_id") if isinstance(values, dict) else None
+    return token if type(token) is int and token >= 0 else None
 
 
 def _claim(workdir: epath.Path, config: Config, tokenizer: Tokenizer) -> contextlib.AbstractContextManager[Any]:
@@ -189,7 +206,7 @@ def _announce(config: Config, dataset: Dataset, mesh: Mesh, state: TrainState) -
         f"{dataset.train.lengths.mean():.0f} tokens on average; dropped: {reasons or 'none'}."
     )
     if config.train.epochs:
-        _say(f"{config.train.epochs} passes over the data are {config.train.steps:,} steps.")
+        _say(f"Passes over the data: {config.train.epochs}, in {config.train.steps:,} steps.")
     if int(state.step):
         _say(f"Continuing from step {int(state.step):,}.")
 

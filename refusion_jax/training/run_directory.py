@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from refusion_jax.config import Config, ConfigError, from_dict, join_some, to_dict
-from refusion_jax.data.tokenizers import MODEL_NAME, Tokenizer
+from refusion_jax.data.tokenizers import Tokenizer
 from refusion_jax.files import is_remote, write_json
 from refusion_jax.huggingface import CheckpointError
 
@@ -56,10 +56,11 @@ def save_tokenizer(workdir: epath.Path, tokenizer: Tokenizer) -> None:
     Raises:
       WorkdirError: when it cannot be written.
     """
-    path = workdir / TOKENIZER_NAME / MODEL_NAME
+    directory = workdir / TOKENIZER_NAME
     with _writing(workdir):
-        if not path.exists() or path.read_bytes() != tokenizer.model:
-            tokenizer.save(path.parent)
+        paths = {directory / name: content for name, content in tokenizer.files.items()}
+        if not all(path.exists() and path.read_bytes() == content for path, content in paths.items()):
+            tokenizer.save(directory)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Mesh
 
 from refusion_jax.config import Config, ModelConfig, join_some
-from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
+from refusion_jax.huggingface import CheckpointError, local_directory, read_model_config, read_params
 from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.lora import init_lora, merge
+from refusion_jax.sharding import tree_shardings
 from refusion_jax.training.integrity import absolute, finished_steps, reported_damage
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, read_run_config
 
@@ -25,61 +27,83 @@ _COMPUTED_WITH = (
 )  # fmt: skip
 
 
-def run_params(workdir: epath.Path, config: Config, shardings: Any = None) -> Any:
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+    """Where each parameter of a model goes on a mesh, a pytree like them."""
+    return tree_shardings(_boxed_shapes(config), mesh)
+
+
+def run_params(workdir: epath.Path, config: Config, shardings: Any = None, dtype: str | None = None) -> Any:
     """The parameters of a run's model at its newest checkpoint that is not damaged, adapters merged in.
 
     Args:
       workdir: the run directory.
       config: the run's configuration.
       shardings: where each parameter goes, a pytree like them; by default all to the first device.
+      dtype: of the parameters; by default the run's.
 
     Raises:
       CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
     """
     if config.model.vocab_size == 0:
         raise CheckpointError(f"{workdir / CONFIG_NAME} is not that of a started run: model.vocab_size is 0.")
-    shapes = _shapes(config.model)
+    dtype = dtype or config.model.param_dtype
     if not config.lora.rank:
-        return _restore(workdir, shapes, shardings)
+        return _restore(workdir, _shapes(dataclasses.replace(config.model, param_dtype=dtype)), shardings)
+    # Adapters know the weights they adapt, so these are read as they were in training.
+    shapes = _shapes(config.model)
     base = initial_params(config.train.init_from, config.model, shardings)
     adapters = jax.eval_shape(lambda: init_lora(jax.random.key(0), shapes, config.lora))
     adapters = _restore(workdir, adapters, None, weights_digest(base))
-    merged = jax.jit(lambda base, adapters: merge(base, adapters, config.lora), out_shardings=shardings)
-    return merged(base, jax.device_get(adapters))
+
+    def merged(base: Any, adapters: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), merge(base, adapters, config.lora))
+
+    return jax.jit(merged, out_shardings=shardings)(base, jax.device_get(adapters))
 
 
 def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any:
-    """The weights of a run or Hugging Face directory, for another run to begin with.
+    """The weights of a run, a Hugging Face directory or a model of the Hub, for another run to begin with.
+
+    A Hugging Face vocabulary may have fewer or more rows than `config.vocab_size`, see `read_params`.
 
     Args:
-      path: the directory.
+      path: the directory, or a name such as "org/name".
       config: the model that begins with them.
       shardings: where each parameter goes, a pytree like them; by default all to the first device.
 
     Raises:
       CheckpointError: when it has no usable weights, or those of another model, naming the first differences.
     """
-    directory = epath.Path(path)
+    directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path}, which train.init_from names, is not a directory.")
-    run = read_run_config(directory) if (directory / CHECKPOINTS_NAME).is_dir() else None
+    run = read_run_config(directory) if is_run(directory) else None
     ours, theirs = map(dataclasses.asdict, (config, run.model if run else read_model_config(directory)))
+    may_differ = _COMPUTED_WITH if run else (*_COMPUTED_WITH, "vocab_size")
     different = [
         f"model.{name} is {theirs[name]!r} there and {ours[name]!r} here"
         for name in ours
-        if name not in _COMPUTED_WITH and ours[name] != theirs[name]
+        if name not in may_differ and ours[name] != theirs[name]
     ]
     if different:
         raise CheckpointError(f"{path} holds the weights of another model: {join_some(different, 3)}.")
     if run:
-        return run_params(directory, dataclasses.replace(run, model=config), shardings)
-    params = read_params(directory, config)
-    return params if shardings is None else jax.device_put(params, shardings)
+        return run_params(directory, run, shardings, config.param_dtype)
+    return read_params(directory, config, shardings)
+
+
+def is_run(directory: epath.Path) -> bool:
+    """Whether it is a run directory, rather than a Hugging Face directory."""
+    return (directory / CHECKPOINTS_NAME).is_dir()
+
+
+def _boxed_shapes(config: ModelConfig) -> Any:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]
 
 
 def _shapes(config: ModelConfig) -> Any:
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return nn.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"])
+    return nn.unbox(_boxed_shapes(config))
 
 
 @jax.jit

@@ -3,8 +3,8 @@
 import pytest
 
 from refusion_jax.data import synthetic
+from refusion_jax.data.sentencepiece_tokenizer import train_tokenizer
 from refusion_jax.data.tokenized import tokenize
-from refusion_jax.data.tokenizers import train_tokenizer
 
 
 def texts(examples):

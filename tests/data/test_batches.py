@@ -139,6 +139,7 @@ class EosIsPad:
     """A tokenizer whose EOS is its pad token and has the ID that empty places hold, as some models have it."""
 
     pad_token_id = eos_token_id = 0
+    eos_token_ids = (0,)
 
     def encode_batch(self, texts):
         return [[ord(character) for character in text] for text in texts]

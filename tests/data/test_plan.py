@@ -6,8 +6,8 @@ import pytest
 from refusion_jax.data import synthetic
 from refusion_jax.data.plan import Mixture, epoch_examples, max_segments, plan_epoch
 from refusion_jax.data.records import read_examples
+from refusion_jax.data.sentencepiece_tokenizer import train_tokenizer
 from refusion_jax.data.tokenized import tokenize
-from refusion_jax.data.tokenizers import train_tokenizer
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

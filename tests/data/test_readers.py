@@ -1,10 +1,12 @@
 """ArrayRecord files, TFDS datasets and remote files, and what tells their versions apart."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
 from typing import ClassVar
 
+import byte_level
 import fsspec
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from refusion_jax.config import DataConfig
 from refusion_jax.data.examples import DataError, Example, ReadCounts
 from refusion_jax.data.readers import fingerprint_entry, read_objects
 from refusion_jax.data.records import read_entry
+from refusion_jax.data.tokenizer_files import find_tokenizer, load_tokenizer
 
 ROWS = [{"query": f"{i}? é", "response": f"{i}."} for i in range(3)]
 
@@ -164,7 +167,7 @@ def test_refuses_tfds_datasets_that_are_not_there(tfds_directory, entry, part):
 )
 def test_refuses_tfds_features_that_are_no_text(tfds_directory, field, part):
     entry = f"{tfds_directory}/tiny/1.0.0[test]"
-    config = DataConfig(source="tfds", train_files=(entry,), prompt_field="question", response_field=field)
+    config = dataclasses.replace(tfds_config(entry, format="pairs"), response_field=field)
     with pytest.raises(DataError, match=part) as error:
         read_entry(config, entry)
     assert str(error.value).startswith(f"{entry}, record 1: ")
@@ -243,3 +246,11 @@ def test_cache_and_tokenizer_on_gs(tmp_path, bucket):
     bucket.pipe("gs://bucket/t/tokenizer.model", (tmp_path / "tokenizer.model").read_bytes())
     given = DataConfig(**{**vars(config), "tokenizer": "gs://bucket/t"})
     assert load_dataset(given, seed=0).fingerprint == first.fingerprint
+
+
+def test_a_tokenizer_json_on_gs(tmp_path, bucket):
+    tokenizer = load_tokenizer(byte_level.write(tmp_path / "t"))
+    tokenizer.save("gs://bucket/t")
+    for path in ("gs://bucket/t", "gs://bucket/t/tokenizer.json"):
+        assert load_tokenizer(path).files == tokenizer.files
+    assert find_tokenizer("gs://bucket/nothing") is None

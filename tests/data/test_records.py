@@ -114,8 +114,8 @@ def test_documents_have_no_prompt_and_blank_ones_are_counted(tmp_path):
     ("row", "parts"),
     [
         (chat(("user", "a")), ["line 2: none of the 1 messages is from the assistant"]),
-        (chat(), ["line 2: none of the 0 messages"]),
-        (chat(("user", "a"), ("robot", "b")), ["line 2, message 2: the role is 'robot'", "system, user, assistant"]),
+        (chat(), ["line 2: the list of messages is empty"]),
+        (chat(("user", "a"), ("robot", "b")), ['line 2, message 2: the role is "robot"', "system, user, assistant"]),
         (chat(("user", "a"), ("system", "b"), ("assistant", "c")), ["line 2, message 2", "must be the conversation's"]),
         (chat(("user", ["a"]), ("assistant", "c")), ["line 2, message 1", "'content'", "string", '["a"]']),
         (chat(("user", "a"), ("assistant", None)), ["line 2, message 2", "'content'", "null"]),

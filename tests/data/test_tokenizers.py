@@ -1,138 +1,93 @@
+"""What holds for every tokenizer: text that is cut anywhere, saving, finding."""
+
+import random
+
+import byte_level
 import pytest
-import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
-from refusion_jax.data.records import DataError
-from refusion_jax.data.tokenizers import MODEL_NAME, Tokenizer, train_tokenizer
+from refusion_jax.data.examples import DataError
+from refusion_jax.data.sentencepiece_tokenizer import train_tokenizer
+from refusion_jax.data.tokenizer_files import find_tokenizer, load_tokenizer
 
-CORPUS = ["the cat sat on the mat", "S:7+1?", "  two  spaces\tand\na line\n", "naïve café"] * 20
-TEXTS = [
-    "", " ", "   ", "\n", "\r\n", "\t", " lead", "trail ", "a  b   c", "the cat\n\nsat\ton\r\n", "日本語 ☃ 😀",
-    "e\u0301 é", "a\0b", "\u2028\u00a0\ufeff\ufffd ⁇", "<mask></s><pad><unk>", "<0x41>",
-    "\u2581", " \u2581 \u2581\u2581the", "\u2585x",
-]  # fmt: skip
-KINDS = ["char", "bpe", "unigram"]
+CUT = ["日本語☃ and 😀👩‍👩‍👧 naïve", "😀", "\ufffd in \ufffd", "é" * 5, "", "the cat \u2581 <think>日</think>"]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request):
-    return train_tokenizer(CORPUS, request.param, 400)
+def byte_fallback():
+    """Characters, and bytes for those it does not know, as Llama 2's."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehinotkv<>/ï"]
+    model = models.BPE({piece: token for token, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
+    return tokenizer
 
 
-def test_special_tokens_have_fixed_places(tokenizer):
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id, tokenizer.unk_token_id)
-    assert ids == (0, 1, 2, 3)
+@pytest.fixture(scope="module", params=["char", "bpe", "unigram", "byte_level", "byte_fallback"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "byte_level":
+        return load_tokenizer(byte_level.write(tmp_path_factory.mktemp("hf") / "t"))
+    if request.param == "byte_fallback":
+        directory = tmp_path_factory.mktemp("fallback") / "t"
+        return load_tokenizer(byte_level.write(directory, tokenizer=byte_fallback(), template=None))
+    return train_tokenizer(byte_level.CORPUS[:3], request.param, 320)
 
 
-def test_round_trip_is_exact_and_never_makes_a_special_token(tokenizer):
-    for text in TEXTS + CORPUS:
-        tokens = tokenizer.encode(text)
-        assert tokenizer.decode(tokens) == text
-        assert min(tokens, default=4) >= 4 and max(tokens, default=0) < tokenizer.vocab_size
-    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+@pytest.mark.parametrize("text", CUT)
+def test_text_cut_at_every_token_is_a_prefix_without_half_characters(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    if tokenizer.decode(tokens) != text:  # a byte-fallback vocabulary takes its symbol for a space
+        text = text.replace("\u2581", " ")
+    assert tokenizer.decode(tokens) == text
+    for end in range(len(tokens) + 1):
+        for at_start in (True, False):
+            part = tokenizer.decode_whole(tokens[:end], at_start=at_start)
+            assert text.startswith(part)
+            assert part.count("\ufffd") <= text.count("\ufffd")
+        assert text.endswith(rest := tokenizer.decode_whole(tokens[end:])), rest
+        assert len(part) + len(rest) >= len(text) - 1  # the character that the cut goes through
+    assert tokenizer.decode_whole(tokens) == text
 
 
-def test_special_names_in_the_corpus_stay_text():
-    for kind in KINDS:
-        tokenizer = train_tokenizer(["<mask></s> <pad>"] * 50 + CORPUS, kind, 400)
-        assert min(tokenizer.encode("<mask></s> <pad>")) >= 4
+def test_text_of_any_tokens_only_grows(tokenizer):
+    draws = random.Random(0)
+    for _ in range(200):
+        tokens = [draws.randrange(min(tokenizer.vocab_size, 260)) for _ in range(6)]
+        parts = [tokenizer.decode_whole(tokens[:end], at_start=True) for end in range(7)]
+        assert all(map(str.startswith, parts[1:], parts)), parts
+        assert tokenizer.decode(tokens).startswith(parts[-1])
 
 
-def test_decode_skips_special_tokens_and_replaces_broken_bytes(tokenizer):
-    tokens = tokenizer.encode("the cat")
-    assert tokenizer.decode([0, 2, *tokens, 1, 0, 0]) == "the cat"
-    assert tokenizer.decode(tokenizer.encode("☃")[:2]).strip("\ufffd") == ""
-    with pytest.raises(DataError, match=f"{tokenizer.vocab_size} is outside"):
-        tokenizer.decode([tokenizer.vocab_size])
-    with pytest.raises(DataError, match="-1 is outside"):
-        tokenizer.decode([-1])
+def test_special_tokens_are_no_text_and_others_are_refused(tokenizer):
+    tokens = [tokenizer.mask_token_id, *tokenizer.encode("the cat"), tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(tokens) == tokenizer.decode_whole(tokens) == "the cat"
+    for method in (tokenizer.decode, tokenizer.decode_whole):
+        with pytest.raises(DataError, match=f"{tokenizer.vocab_size} is outside"):
+            method([tokenizer.vocab_size])
+        with pytest.raises(DataError, match="-1 is outside"):
+            method([-1])
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode("\ud800")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_deterministic_and_vocab_size_a_soft_limit(kind, tmp_path):
-    models = []
-    for name in ("a", "b"):
-        tokenizer = train_tokenizer(CORPUS, kind, 5_000)
-        tokenizer.save(tmp_path / name)
-        models.append((tmp_path / name / MODEL_NAME).read_bytes())
-    assert models[0] == models[1]
-    assert tokenizer.vocab_size < 5_000
+def test_saves_and_is_found(tokenizer, tmp_path):
+    assert find_tokenizer(tmp_path) is None and find_tokenizer(tmp_path / "nowhere") is None
+    tokenizer.save(tmp_path / "deep" / "t")
+    tokenizer.save(tmp_path / "deep" / "t")
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "deep" / "t").iterdir()}
+    assert saved == tokenizer.files
+    found = find_tokenizer(tmp_path / "deep" / "t")
+    assert found.fingerprint == tokenizer.fingerprint
+    for name in ("vocab_size", "unk_token_id", "pad_token_id", "eos_token_ids", "bos_token_id", "mask_token_id"):
+        assert getattr(found, name) == getattr(tokenizer, name)
+    assert found.encode_batch(CUT) == tokenizer.encode_batch(CUT)
 
 
-def test_char_has_every_character_and_nothing_else():
-    characters = {character for text in CORPUS for character in text}
-    tokenizer = train_tokenizer(CORPUS, "char", 1_000)
-    assert tokenizer.vocab_size == 4 + 256 + len(characters)
-    assert all(tokenizer.encode(text) == [tokenizer.encode(c)[0] for c in text] for text in CORPUS)
-    assert len({tokenizer.encode(c)[0] for c in characters}) == len(characters)
-
-
-def test_char_without_room_for_bytes_has_an_unknown_token():
-    tokenizer = train_tokenizer(["abc d"], "char", 9)
-    assert tokenizer.vocab_size == 9
-    assert tokenizer.encode("axb") == [tokenizer.encode("a")[0], 3, tokenizer.encode("b")[0]]
-    assert tokenizer.decode(tokenizer.encode("axb d")) == "a\ufffdb d"
-
-
-@pytest.mark.parametrize("corpus", [["\n"], [" "], ["\0"], ["</s>"], ["\u2581"], ["\u2585"], ["a" * 9_000 + "b"]])
-@pytest.mark.parametrize("kind", KINDS)
-def test_trains_on_odd_corpora(corpus, kind):
-    tokenizer = train_tokenizer(corpus, kind, 300)
-    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS + corpus)
-
-
-@pytest.mark.parametrize(("kind", "size", "needed"), [("char", 8, 9), ("bpe", 264, 265), ("unigram", 9, 265)])
-def test_refuses_a_vocabulary_too_small_for_the_characters(kind, size, needed):
-    with pytest.raises(DataError, match=f"{size} tokens is too small.*need {needed}"):
-        train_tokenizer(["abc d"], kind, size)
-    assert train_tokenizer(["abc d"], kind, needed).vocab_size == needed
-
-
-def test_refuses_an_empty_corpus():
-    with pytest.raises(DataError, match="no text"):
-        train_tokenizer(["", ""], "bpe", 400)
-
-
-def test_saves_and_loads_by_file_or_directory(tokenizer, tmp_path):
-    tokenizer.save(tmp_path / "run" / "tokenizer")
-    tokenizer.save(tmp_path / "run" / "tokenizer")
-    assert [file.name for file in (tmp_path / "run" / "tokenizer").iterdir()] == [MODEL_NAME]
-    for path in (tmp_path / "run" / "tokenizer", str(tmp_path / "run" / "tokenizer" / MODEL_NAME)):
-        loaded = Tokenizer.load(path)
-        assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
-        assert loaded.vocab_size == tokenizer.vocab_size
-
-
-def test_a_failed_save_leaves_nothing(tokenizer, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        tokenizer.save(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04", b'{"model": 1}'])
-def test_refuses_what_is_not_a_model(content, tmp_path):
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(DataError, match="file: expected a sentencepiece model"):
-        Tokenizer.load(tmp_path / "file")
-
-
-def test_refuses_missing_files_and_models_without_a_mask(tmp_path):
-    with pytest.raises(DataError, match="no such tokenizer file"):
-        Tokenizer.load(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=rf"{MODEL_NAME}: there is no such"):
-        Tokenizer.load(tmp_path)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_prefix=str(tmp_path / "plain"), model_type="char", pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
-    with pytest.raises(DataError, match=r"plain\.model: .* no mask \(<mask>\) token"):
-        Tokenizer.load(tmp_path / "plain.model")
-
-
-def test_training_is_quiet(capfd):
-    train_tokenizer(CORPUS, "bpe", 400)
-    captured = capfd.readouterr()
-    assert captured.out == captured.err == ""
+def test_a_directory_s_tokenizer_json_is_preferred(tmp_path):
+    train_tokenizer(["abc"], "char", 64).export(tmp_path)
+    assert set(load_tokenizer(tmp_path).files) == {"tokenizer.model"}
+    byte_level.write(tmp_path)
+    for path in (tmp_path, str(tmp_path / "tokenizer.json")):
+        assert set(load_tokenizer(path).files) == {"tokenizer.json", "tokenizer_config.json"}

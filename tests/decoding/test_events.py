@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import refusion_jax as rf
-from refusion_jax.data.tokenizers import train_tokenizer
+from refusion_jax.data.sentencepiece_tokenizer import train_tokenizer
 from refusion_jax.decoding import Job
-from refusion_jax.decoding.events import SlotEvent, new_slots, stable_prefix
+from refusion_jax.decoding.events import Beginning, SlotEvent, beginnings, new_slots
 from refusion_jax.decoding.generation import Row
 from refusion_jax.decoding.layout import lay_out
 from refusion_jax.modeling import Transformer
@@ -46,25 +46,28 @@ def test_new_slots():
     assert new_slots(JOB, state([1, 2]), state([1, 2]).committed) == []
 
 
-def test_stable_prefix():
-    prefix = functools.partial(stable_prefix, JOB, eos_ids=(EOS, 2))
-    assert prefix(state([])) == []
-    assert prefix(state([4, 5, 6, 7, 8])) == []
-    assert prefix(state([0, 1, 2, 3, 6, 7, 8])) == [10, 11, 12, 13]
-    assert prefix(state(range(6))) == [10, 11, 12, 13, 14, 15]
-    assert prefix(state(range(9))) == TOKENS[:9].tolist()
+def test_beginnings():
+    final = functools.partial(beginnings, JOB, eos_ids=(EOS, 2))
+    assert final(state([])) == [Beginning([], False)]
+    assert final(state([4, 5, 6, 7, 8])) == [Beginning([], False)]
+    assert final(state([0, 1, 2, 3, 6, 7, 8])) == [Beginning([10, 11, 12, 13], False)]
+    first = Beginning([10, 11, 12, 13, 14, 15], True)
+    assert final(state(range(6))) == [first, Beginning([], False)]
+    assert final(state(range(9))) == [first, Beginning([20, 21, 22], True)]
 
 
-def test_stable_prefix_ends_a_hole_at_its_eos():
-    prefix = functools.partial(stable_prefix, JOB, eos_ids=(EOS, 2))
+def test_an_eos_finishes_a_hole():
+    final = functools.partial(beginnings, JOB, eos_ids=(EOS, 2))
     early, late = TOKENS.copy(), TOKENS.copy()
     early[1], late[5] = 2, EOS
     # The hole is ended, the next one begins; what was committed behind the EOS before does not count.
-    assert prefix(state([0, 1], early)) == [10, 2]
-    assert prefix(state([0, 1, 4, 5, 6, 7, 8], early)) == [10, 2, 20, 21, 22]
+    ended = Beginning([10, 2], True)
+    assert final(state([0, 1], early)) == [ended, Beginning([], False)]
+    assert final(state([0, 1, 4, 5, 6, 7, 8], early)) == [ended, Beginning([20, 21, 22], True)]
     # An EOS behind a gap ends nothing yet.
-    assert prefix(state([0, 4, 5, 6, 7, 8], late)) == [10]
-    assert prefix(state([0, 1, 2, 3, 4, 5, 6], late)) == [10, 11, 12, 13, 14, EOS, 20]
+    assert final(state([0, 4, 5, 6, 7, 8], late)) == [Beginning([10], False)]
+    ended = Beginning([10, 11, 12, 13, 14, EOS], True)
+    assert final(state([0, 1, 2, 3, 4, 5, 6], late)) == [ended, Beginning([20], False)]
 
 
 # ---- through the front door ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from refusion_jax.training.checkpoint import About, Checkpoints
 from refusion_jax.training.run_directory import WorkdirError, claim_workdir, read_run_config
 from refusion_jax.training.state import TrainState
 
-ABOUT = About({"model": to_dict(ModelConfig(hidden_size=32))}, "data", b"tokenizer")
+ABOUT = About({"model": to_dict(ModelConfig(hidden_size=32))}, "data", {"tokenizer.model": b"tokenizer"})
 
 
 def make_state(step, scale=1.0):

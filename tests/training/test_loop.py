@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import refusion_jax as rf
 from refusion_jax.config import Config, ConfigError
-from refusion_jax.data import DataError, Tokenizer, load_dataset, make_batches
+from refusion_jax.data import DataError, load_dataset, load_tokenizer, make_batches
 from refusion_jax.huggingface import CheckpointError
 from refusion_jax.training import loop
 from refusion_jax.training.checkpoint import Checkpoints
@@ -49,7 +49,7 @@ def test_what_a_run_writes(tiny_run, tiny_config):
     names = ["checkpoints", "config.json", "metrics.jsonl", "summary.json", "tensorboard", "tokenizer"]
     assert sorted(os.listdir(tiny_run)) == names
     assert sorted(os.listdir(tiny_run / "checkpoints")) == ["10", "20"]
-    tokenizer = Tokenizer.load(tiny_run / "tokenizer")
+    tokenizer = load_tokenizer(tiny_run / "tokenizer")
     model = dataclasses.replace(
         tiny_config.model,
         vocab_size=tokenizer.vocab_size,
@@ -181,7 +181,7 @@ EXAMPLE = {"query": "abc", "response": "def"}
         ([EXAMPLE] * 2, {}, "data.eval_examples is 2, but the training files have 2 examples"),
         ([{"query": "abc", "response": " "}], {}, "no example to train on; of 1 read, 0 have an empty prompt and 1"),
         ([{"query": "a" * 200, "response": "b"}] * 4, {}, "None of the 2 examples can be used: 2 are longer than 96"),
-        ([EXAMPLE, {"query": "abc"}], {}, "line 2: expected the field 'response'"),
+        ([EXAMPLE, {"query": "abc"}], {}, "line 2: expected the fields 'query' and 'response', or 'messages', or"),
         ([EXAMPLE] * 4, {"tokenizer_vocab_size": 8}, "A tokenizer of 8 tokens is too small"),
         ([EXAMPLE] * 4, {"train_files": ("nowhere.jsonl",)}, "nowhere.jsonl: there is no such file."),
         ([EXAMPLE] * 4, {"tokenizer": "nowhere.model"}, "nowhere.model: there is no such tokenizer file."),
@@ -211,7 +211,7 @@ def test_a_batch_that_cannot_be_split_is_refused(tiny_config, tmp_path, monkeypa
 
 
 def test_a_configured_vocabulary_may_be_larger(tiny_config, tiny_run):
-    tokenizer = Tokenizer.load(tiny_run / "tokenizer")
+    tokenizer = load_tokenizer(tiny_run / "tokenizer")
     resolved = loop.resolve(with_values(tiny_config, "model", vocab_size=64), tokenizer)
     assert resolved.model.vocab_size == 64
     assert loop.resolve(tiny_config, tokenizer).model.vocab_size == tokenizer.vocab_size
@@ -276,7 +276,7 @@ def test_passes_over_the_data_are_counted_in_steps(tiny_config, tmp_path, capsys
     loop.train(config, tmp_path)
     steps = read_run_config(tmp_path).train.steps
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == steps
-    assert f"2 passes over the data are {steps} steps." in capsys.readouterr().out
+    assert f"Passes over the data: 2, in {steps} steps." in capsys.readouterr().out
     dataset = load_dataset(config.data, seed=0)
     batches = make_batches(config.data, dataset.train, seed=0, batch_size=4)
     seen = np.concatenate([batches[step]["example_ids"].ravel() for step in range(steps)])
@@ -314,7 +314,7 @@ def test_a_run_begins_with_the_weights_and_tokenizer_of_another(tiny_run, tiny_c
     loop.train(config, tmp_path / "run")
     got, expected = rf.load(tmp_path / "run"), rf.load(tiny_run)
     assert all(map(np.array_equal, *map(jax.tree.leaves, (got.params, expected.params))))
-    assert got.tokenizer.model == expected.tokenizer.model
+    assert got.tokenizer.files == expected.tokenizer.files
 
 
 def test_weights_of_another_model_are_refused(tiny_run, tiny_config, tmp_path):

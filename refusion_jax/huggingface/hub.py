@@ -1,0 +1,75 @@
+"""Checkpoints by name: a path on this machine, or the files of a model on the Hugging Face Hub."""
+
+import os
+import re
+
+from etils import epath
+
+from refusion_jax.huggingface.errors import CheckpointError
+
+# Weights as safetensors, and what describes them and the tokenizer: no pickled weights, no code.
+_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+
+
+def local_directory(path_or_id: str | os.PathLike[str]) -> epath.Path:
+    """The directory of a path, which need not exist, or of a model that is downloaded unless the Hub's cache has it.
+
+    Only a text such as "org/name" or "org/name@revision" that names nothing on this machine is looked up on the Hub.
+
+    Raises:
+      CheckpointError: when the Hub cannot be asked or does not give the model, saying what to do.
+    """
+    path = epath.Path(path_or_id)
+    match = _ID.fullmatch(path_or_id) if isinstance(path_or_id, str) else None
+    if match is None or match[1].startswith(("./", "../")) or path.exists():
+        return path
+    return epath.Path(_download(match[1], match[2]))
+
+
+def _download(name: str, revision: str | None) -> str:
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise CheckpointError(
+            f"{name} is not a directory, and the Hugging Face Hub needs huggingface_hub: "
+            "pip install 'refusion_jax[hf]', or download it elsewhere and give the directory."
+        ) from error
+    try:
+        return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_PATTERNS)
+    except errors.GatedRepoError as error:
+        problem = "is gated on the Hugging Face Hub: accept its terms there, then hf auth login"
+        raise CheckpointError(f"{name} {problem}.") from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} has no revision {revision!r} on the Hugging Face Hub; name another.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is neither a directory here nor a model on the Hugging Face Hub; check the name, or "
+            "hf auth login if it is private."
+        ) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{name} is neither a directory here nor a name that the Hub can have.") from error
+    except (OSError, errors.OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{name} is not a directory here, and the Hugging Face Hub cannot be reached ({_reason(error)}): download "
+            "it elsewhere and give the directory."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200].rstrip(".") or type(error).__name__

@@ -1,0 +1,40 @@
+"""A run directory made of weights from elsewhere, which decodes, and begins other runs, like one that was trained."""
+
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from refusion_jax.config import Config, DataConfig, ModelConfig, to_dict
+from refusion_jax.data import Tokenizer
+from refusion_jax.files import write_json
+from refusion_jax.training.checkpoint import About, about_item
+from refusion_jax.training.integrity import absolute, seal_all
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
+
+
+def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Tokenizer | None) -> None:
+    """Fills an empty directory with a run whose checkpoint of step 0 has these weights.
+
+    Args:
+      directory: to fill.
+      config: the model.
+      params: its parameters.
+      tokenizer: the model's, if it has one.
+
+    Raises:
+      ConfigError: when no run can have such a model.
+      OSError: when something cannot be written.
+    """
+    run = Config(model=config, data=DataConfig(max_length=min(DataConfig.max_length, config.context_length)))
+    write_json(directory / CONFIG_NAME, to_dict(run))
+    checkpoints = absolute(epath.Path(directory)) / CHECKPOINTS_NAME
+    files = {} if tokenizer is None else dict(tokenizer.files)
+    about = about_item(About(to_dict(run), data_fingerprint="", tokenizer=files), step=0)
+    items = {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave(about)}
+    with ocp.CheckpointManager(checkpoints) as manager:
+        manager.save(0, args=ocp.args.Composite(**items))
+    seal_all(checkpoints)
+    if tokenizer is not None:
+        tokenizer.save(directory / TOKENIZER_NAME)
