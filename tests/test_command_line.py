@@ -4,12 +4,16 @@ import configparser
 import dataclasses
 from pathlib import Path
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 from absl import flags
 from ml_collections import ConfigDict
 
 from refusion_jax import command_line, config
 from refusion_jax.config import Config, ConfigError, DataConfig, OptimizerConfig, SlotsConfig
+from refusion_jax.modeling import Transformer
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs").glob("*.py"))
@@ -61,8 +65,10 @@ def candidates(value):
             *config.ALGORITHMS,
             *config.DTYPES,
             *config.REMAT_POLICIES,
+            *config.ROPE_TYPES,
             *config.SOURCES,
             *config.FORMATS,
+            *config.TEMPLATES,
             *config.TURNS,
             *config.OPTIMIZERS,
             *config.SCHEDULES,
@@ -76,24 +82,26 @@ def candidates(value):
         ("x.jsonl,../y.jsonl", ("x.jsonl", "../y.jsonl")),
         ("o_proj", ("o_proj",)),
     ]
-    return [*lists, ("1,2.5,3,4", (1.0, 2.5, 3.0, 4.0))]
+    return [*lists, ("1,2.5,3,4", (1.0, 2.5, 3.0, 4.0)), ("9.5,2.5", (9.5, 2.5))]
 
 
 @pytest.fixture
 def every_field_preset(tmp_path, name):
     """A preset in which the field `name` can be overridden alone: data.source 'json' needs files, data.weights three,
-    adapters a rank and weights to adapt, a length of the decay the schedule that has one.
+    adapters a rank and weights to adapt, a length of the decay the schedule that has one, a ramp the RoPE that has one.
     """
+    model = "rope_type='yarn'" if name in ("model.rope_ramp", "model.rope_attention_factor") else ""
     optimizer = "schedule='wsd', decay_steps=9" if name == "optimizer.decay_steps" else ""
     path = tmp_path / "preset.py"
     path.write_text(
         "from refusion_jax.command_line import config_dict\n"
-        "from refusion_jax.config import Config, DataConfig, LoraConfig, OptimizerConfig, TrainConfig\n"
+        "from refusion_jax.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig\n"
         "def get_config():\n"
         f"    optimizer = OptimizerConfig({optimizer})\n"
         "    data = DataConfig(source='json', train_files=('a', 'b', 'c'))\n"
         "    adapted = {'lora': LoraConfig(rank=4), 'train': TrainConfig(init_from='x')}\n"
-        "    return config_dict(Config(data=data, optimizer=optimizer, **adapted))\n"
+        f"    model = ModelConfig({model})\n"
+        "    return config_dict(Config(model=model, data=data, optimizer=optimizer, **adapted))\n"
     )
     return path
 
@@ -122,6 +130,41 @@ def test_presets_load_by_name_and_by_path(path):
     assert isinstance(by_name, Config)
     assert by_name == parse(f"--config=configs/{path.name}").config
     assert by_name == parse(f"--config={path}").config
+
+
+# Parameters of the presets that begin with published weights.
+PUBLISHED = {
+    "qwen3_0p6b_sft": 596_049_920,
+    "qwen3_1p7b_sft": 1_720_574_976,
+    "qwen3_4b_sft": 4_022_468_096,
+    "qwen3_8b_sft": 8_190_735_360,
+    "refusion_8b_sft": 8_188_564_480,  # without the rows of Qwen3's vocabulary that no token has
+    "lora_8b": 8_188_564_480,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_of_published_sizes(name):
+    """Counted by abstract initialisation, which takes no memory."""
+    config = parse(f"--config={name}").config
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    params = nn.unbox(jax.eval_shape(Transformer(config.model).init, jax.random.key(0), tokens, tokens))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PUBLISHED[name]
+    assert "/" in config.train.init_from
+    assert config.data.template == "prompt"
+
+
+def test_the_authors_settings():
+    """Those of the published model (arXiv 2512.13586)."""
+    config = parse("--config=refusion_8b_sft").config
+    assert (config.data.max_length, config.data.pack, config.train.epochs) == (4096, False, 4)
+    assert config.slots == SlotsConfig(sizes=(4, 8, 16, 32), epsilon=1e-3)
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (2e-5, "cosine", 0)
+    assert (optimizer.weight_decay, optimizer.final_ratio) == (0.0, 0.0)
+    decode = config.decode
+    assert (decode.algorithm, decode.gen_length, decode.slot_size, decode.serial_num_blocks) == ("paper", 512, 32, 4)
+    assert (decode.slot_threshold, decode.token_threshold) == (0.9, 0.4)
 
 
 def test_installed_presets_are_found_anywhere_and_hidden_by_local_ones(tmp_path, monkeypatch):
