@@ -7,7 +7,7 @@ DEMO_RUN ?= runs/demo
 BIN := $(VENV)/bin
 INSTALL_INPUTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-parity lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python train.py --config=configs/demo.py --workdir=$(DEMO_RUN)
@@ -20,6 +20,10 @@ test: $(VENV)/installed-test
 # pytest exits with 5 when it selected no test: no test is slow, which is no failure.
 test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+# Against PyTorch and transformers, which nothing else needs.
+test-parity: $(VENV)/installed-parity
+	$(BIN)/python -m pytest -m parity
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
@@ -43,4 +47,8 @@ $(VENV)/installed: $(INSTALL_INPUTS)
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -e '.[test]' -c constraints.txt
+	touch $@
+
+$(VENV)/installed-parity: $(VENV)/installed-test
+	$(BIN)/pip install --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.0' -c constraints.txt
 	touch $@
