@@ -32,7 +32,9 @@ def get_config() -> ConfigDict:
                 workers=2,
             ),
             model=qwen3("8B", vocab_size=151_671, dtype="bfloat16", param_dtype="bfloat16", remat="full"),
-            train=TrainConfig(init_from="GSAI-ML/ReFusion", epochs=3, batch_size=16, log_every=10, eval_every=500),
+            train=TrainConfig(
+                init_from="GSAI-ML/ReFusion", steps=0, epochs=3, batch_size=16, log_every=10, eval_every=500
+            ),
             # Adapters begin at nothing and want larger steps than whole weights.
             optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=50),
             lora=LoraConfig(rank=8, alpha=16.0, targets=("q_proj", "k_proj", "v_proj", "o_proj")),

@@ -24,7 +24,9 @@ def get_config() -> ConfigDict:
             ),
             model=qwen3("1.7B", dtype="bfloat16", remat="full"),
             # Packed rows: several examples of a few hundred tokens each.
-            train=TrainConfig(init_from="Qwen/Qwen3-1.7B", epochs=3, batch_size=32, log_every=10, eval_every=500),
+            train=TrainConfig(
+                init_from="Qwen/Qwen3-1.7B", steps=0, epochs=3, batch_size=32, log_every=10, eval_every=500
+            ),
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=100, weight_decay=0.0),
             checkpoint=CheckpointConfig(save_every=500, keep_best=1),
             # The published settings for worked problems; shorter answers want fewer blocks.

@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
             ),
             # The authors' vocabulary ends with the two tokens they added; Qwen3's unused rows are left out.
             model=qwen3("8B", vocab_size=151_671, dtype="bfloat16", remat="full"),
-            train=TrainConfig(init_from="Qwen/Qwen3-8B", epochs=4, batch_size=32, log_every=10, eval_every=0),
+            train=TrainConfig(init_from="Qwen/Qwen3-8B", steps=0, epochs=4, batch_size=32, log_every=10, eval_every=0),
             # A cosine to 0 without warm-up and weight decay.
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=0, weight_decay=0.0, beta2=0.999),
             checkpoint=CheckpointConfig(save_every=1_000),

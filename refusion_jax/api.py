@@ -76,6 +76,8 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {brief(dtype)}, not one of {', '.join(DTYPES)}.")
+    if mesh is not None:
+        _require(mesh, Mesh, "mesh", "one that sharding.make_mesh returns")
     directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")

@@ -31,7 +31,9 @@ import copy
 import dataclasses
 import difflib
 import importlib.util
+import os
 import re
+import signal
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,7 +111,8 @@ def run(
 
     Bad input ends the process with status 2 and one line on stderr. Bad input is a ValueError or OSError of a class
     that this package defines (`ConfigError`, `DataError`, ...), by which it is told from a programming error: that one
-    keeps its traceback. `--help` prints the documentation of `main`'s module, the flags and the fields.
+    keeps its traceback. A reader of stdout that is gone ends the process quietly. `--help` prints the documentation of
+    `main`'s module, the flags and the fields.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # Libraries read absl flags of their own; they get their defaults.
@@ -119,9 +122,15 @@ def run(
         return
     try:
         main(parse(arguments, flag_values, required))
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        # As SIGPIPE would; what is buffered must not be tried once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
         if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
             raise

@@ -360,10 +360,10 @@ class SlotsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Length and rhythm of a run. It has so many `steps`, or passes over the data where `epochs` is not 0; the trainer
-    then works out `steps`. `batch_size` counts rows of `data.max_length` tokens over all devices: a packed row holds
-    several examples. `eval_every` 0 evaluates only at the end: the losses under `eval_draws` fixed draws of every
-    held-out example, and the exact match of `eval_decode_examples` decoded prompts.
+    """Length and rhythm of a run. It has so many `steps`, or so many passes over the data, `epochs`, which the trainer
+    turns into steps; the other of the two is 0. `batch_size` counts rows of `data.max_length` tokens over all devices:
+    a packed row holds several examples. `eval_every` 0 evaluates only at the end: the losses under `eval_draws` fixed
+    draws of every held-out example, and the exact match of `eval_decode_examples` decoded prompts.
 
     Two settings trade time for memory. `accumulate_steps` computes the gradient of a batch in so many parts one after
     another; the gradient is the same. `loss_chunk` is the number of positions, on each device, whose logits exist at a
@@ -393,9 +393,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_types("train", self)
         _require_minimum(
-            "train", self, steps=1, epochs=0, batch_size=1, accumulate_steps=1, loss_chunk=0, seed=0, log_every=1,
+            "train", self, steps=0, epochs=0, batch_size=1, accumulate_steps=1, loss_chunk=0, seed=0, log_every=1,
             eval_every=0, eval_draws=1, eval_decode_examples=0, max_skipped=1, slow_step_factor=1,
         )  # fmt: skip
+        _require(
+            (self.steps > 0) != (self.epochs > 0),
+            f"train.steps is {self.steps} and train.epochs {self.epochs}; one of them says how long a run is: give at "
+            "least 1, and 0 for the other.",
+        )
         divisors = [n for n in range(1, min(self.batch_size, 1000) + 1) if self.batch_size % n == 0]
         _require(
             self.batch_size % self.accumulate_steps == 0,
@@ -646,8 +651,9 @@ class Config:
             f"prompt that exceeds model.max_position_embeddings, {self.model.context_length}: lower one or "
             "raise the other.",
         )
+        steps = self.train.steps or math.inf  # of passes it is not known yet
         _require(
-            self.optimizer.warmup_steps <= self.train.steps,
+            self.optimizer.warmup_steps <= steps,
             f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, more than train.steps ({self.train.steps}); "
             "lower it.",
         )
@@ -660,7 +666,7 @@ class Config:
             "on the way; set train.eval_every, and for decoded metrics train.eval_decode_examples.",
         )
         _require(
-            max(self.train.profile_steps, default=0) <= self.train.steps,
+            max(self.train.profile_steps, default=0) <= steps,
             f"train.profile_steps is {self.train.profile_steps}, beyond train.steps ({self.train.steps}).",
         )
         _require(
@@ -669,7 +675,7 @@ class Config:
         )
         decay = self.optimizer.decay_steps
         _require(
-            self.optimizer.warmup_steps + decay <= self.train.steps,
+            self.optimizer.warmup_steps + decay <= steps,
             f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) and optimizer.decay_steps ({decay}) are more than "
             f"train.steps ({self.train.steps}) together; lower one.",
         )

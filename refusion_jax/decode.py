@@ -25,6 +25,7 @@ has; they need a common file system.
 Settings that are not given are those of the run.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -176,7 +177,9 @@ def _check_chat_flags(args: flags.FlagValues) -> None:
     if args.system is not None and not args.chat:
         raise ConfigError("--system needs --chat: only conversations have a system message.")
     if args.prompt is not None and args["enable_thinking"].present and not args.chat:
-        raise ConfigError("--enable_thinking needs --chat: only conversations are written by a chat template.")
+        raise ConfigError(
+            "--enable_thinking and --noenable_thinking need --chat with --prompt: the chat template alone asks for it."
+        )
     if args.chat and args.prefix:
         raise ConfigError(
             "--prefix cannot be used with --chat: it would stand before the conversation's beginning; give --system."
@@ -206,7 +209,11 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, chat, signals)
     stream = functools.partial(_stream, model, args)
     if args.input is None:
-        return decode_lines(reader, sys.stdin.buffer, sys.stdout.buffer, stream)
+        if sys.stdin is None:
+            raise ConfigError("Standard input is closed; give lines there, or --prompt or --input.")
+        with _writing_out():
+            target = sys.stdout.buffer
+        return decode_lines(reader, sys.stdin.buffer, target, stream)
     targets = {f"--{name}": Path(str(args[name].value)) for name in ("output", "trace") if args[name].present}
     identity = _identity(args, config)
     return answer_file(reader, Path(args.input), targets, identity, process, stream, args.num_samples, args.ordered)
@@ -257,13 +264,27 @@ def _stream(
     )
 
 
+@contextlib.contextmanager
+def _writing_out() -> Iterator[None]:
+    """Says in one sentence why standard output cannot be written; that nobody reads it any more is no fault."""
+    if sys.stdout is None:
+        raise ConfigError("Standard output is closed, so that answers have nowhere to go.")
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"Standard output cannot be written ({error.strerror}).") from error
+
+
 def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig, chat: Chat) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
     prompt = chat.of_text(args.prompt, chat.enable_thinking) if chat.prompts else args.prompt
     prepared, statistics = prepare(model, prompt, config, args.prefix or None), Statistics()
     requests, bounds = [StreamRequest(0, prepared, config, args.seed)], Bounds.of([(prepared.layout, config)])
     for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
-        print(answer.text)
+        with _writing_out():
+            print(answer.text, flush=True)
     per_forward = statistics.tokens / max(statistics.forwards, 1)
     print(
         f"[{statistics.tokens} tokens in {statistics.forwards} forwards, {per_forward:.1f} per forward]",
@@ -288,8 +309,9 @@ def decode_lines(reader: Reader, source: BinaryIO, target: BinaryIO, stream: Cal
         line = reader.line(number, text)
         failed |= line.request is None
         record = line.record if line.request is None else _answer_line(reader, line.record, line.request, stream)
-        target.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        target.flush()
+        with _writing_out():
+            target.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            target.flush()
         reader.signals.check()
     return int(failed)
 

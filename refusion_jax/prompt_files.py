@@ -14,6 +14,7 @@ import numpy as np
 
 from refusion_jax.api import Model, StreamRequest, prepare
 from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
+from refusion_jax.data.chat import shorten
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.files import read_lines
 from refusion_jax.processes import Process, Signals
@@ -118,10 +119,14 @@ class Reader:
             record = json.loads(line.decode("utf-8-sig"))
             # Escapes can spell half a surrogate pair, and Python reads NaN and 1e400, which nobody else does.
             json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError) as error:
+        except UnicodeEncodeError:
+            raise _Refused("A text has half a surrogate pair, which is no Unicode.", {}) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise _Refused(f"Not JSON in UTF-8: {error}.", {}) from None
+        except (ValueError, RecursionError):
+            raise _Refused("A number is not finite or too long, or objects are nested too deeply.", {}) from None
         if not isinstance(record, dict):
-            raise _Refused(f"A JSON object was expected, not {type(record).__name__}.", {})
+            raise _Refused(f"A JSON object was expected, not {shorten(record)}.", {})
         record = self._without_stale(record)
         try:
             config, seed = self._config(record)
@@ -151,6 +156,10 @@ class Reader:
             )
         if len(given) > 1:
             raise ConfigError(f"There are both {given[0]!r} and {given[1]!r}; give one of them.")
+        if not self.chat.prompts and given[0] != "messages" and "enable_thinking" in record:
+            raise ConfigError(
+                f"'enable_thinking' is for conversations, not for {given[0]!r}; give 'messages' or --chat."
+            )
         if self.is_template(record):
             if self.chat.prompts:
                 raise ConfigError("'segments' are no conversation; give 'messages', or leave out --chat.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer
-from refusion_jax.data.chat import check_messages
+from refusion_jax.data.chat import check_messages, shorten
 from refusion_jax.decoding import Hole, Layout
 from refusion_jax.decoding.layout import prepare_layout
 
@@ -116,13 +116,14 @@ def conversation(messages: Any, system: str | None = None, enable_thinking: Any 
       ConfigError: when they are no conversation, or none that is to be answered; naming the message.
     """
     checked = _check(messages)
-    if checked[-1]["role"] == "assistant":
+    last = checked[-1]["role"]
+    if last not in ("user", "tool"):
         raise ConfigError(
-            f"The conversation, message {len(checked)}: the last message is the assistant's, which leaves nothing to "
+            f"The conversation, message {len(checked)}: the last message is the {last}'s, which leaves nothing to "
             "answer; end with the user's."
         )
     if not isinstance(enable_thinking, bool):
-        raise ConfigError(f"'enable_thinking' is {brief(enable_thinking)}; it must be true or false.")
+        raise ConfigError(f"'enable_thinking' is {shorten(enable_thinking)}; it must be true or false.")
     if system is not None and checked[0]["role"] != "system":
         checked = _check([{"role": "system", "content": system}, *checked])
     return {"messages": checked, "enable_thinking": enable_thinking}

@@ -2,6 +2,8 @@
 
 import configparser
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -88,9 +90,11 @@ def candidates(value):
 @pytest.fixture
 def every_field_preset(tmp_path, name):
     """A preset in which the field `name` can be overridden alone: data.source 'json' needs files, data.weights three,
-    adapters a rank and weights to adapt, a length of the decay the schedule that has one, a ramp the RoPE that has one.
+    adapters a rank and weights to adapt, a length of the decay the schedule that has one, a ramp the RoPE that has one,
+    passes no steps.
     """
     model = "rope_type='yarn'" if name in ("model.rope_ramp", "model.rope_attention_factor") else ""
+    length = "steps=0, epochs=5, " if name == "train.epochs" else ""
     optimizer = "schedule='wsd', decay_steps=9" if name == "optimizer.decay_steps" else ""
     path = tmp_path / "preset.py"
     path.write_text(
@@ -99,7 +103,7 @@ def every_field_preset(tmp_path, name):
         "def get_config():\n"
         f"    optimizer = OptimizerConfig({optimizer})\n"
         "    data = DataConfig(source='json', train_files=('a', 'b', 'c'))\n"
-        "    adapted = {'lora': LoraConfig(rank=4), 'train': TrainConfig(init_from='x')}\n"
+        f"    adapted = {{'lora': LoraConfig(rank=4), 'train': TrainConfig({length}init_from='x')}}\n"
         f"    model = ModelConfig({model})\n"
         "    return config_dict(Config(model=model, data=data, optimizer=optimizer, **adapted))\n"
     )
@@ -276,7 +280,10 @@ REFUSED = [
     (["--config=demo", "--config.slots.sizes=4,x"], "slots.sizes is '4,x'; give values of type int"),
     (["--config=demo", "--config.slots.sizes=(4.5,)"], "slots.sizes is '(4.5,)'; give values of type int"),
     (["--config=demo", "--config.slots.sizes=(4"], "slots.sizes is '(4'; give values of type int"),
-    (["--config=demo", "--config.train.steps=0"], "train.steps is 0; it must be a number of at least 1."),
+    (
+        ["--config=demo", "--config.train.steps=0"],
+        "train.steps is 0 and train.epochs 0; one of them says how long a run is: give at least 1",
+    ),
     (["--config=demo", "--config.train.steps"], "--config.train.steps needs a value."),
     (["--config=demo", "--noconfig.train.steps"], "write --config.train.steps=VALUE."),
     (["--config=demo", "--wrokdir=x"], "Unknown flag '--wrokdir'. Did you mean '--workdir'?"),
@@ -389,3 +396,14 @@ def test_an_interrupt_is_no_traceback(capsys):
         command_line.run(main, flags.FlagValues(), arguments=[])
     assert status.value.code == 130
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_a_reader_that_is_gone_ends_the_process_quietly():
+    code = (
+        "from absl import flags; from refusion_jax import command_line\n"
+        "command_line.run(lambda args: print('x' * 10**6), flags.FlagValues(), arguments=[])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141  # as SIGPIPE would end it

@@ -88,7 +88,9 @@ REFUSED = [
     (SlotsConfig, {"masking_schedule": "cosin"}, "slots.masking_schedule is 'cosin'.* Did you mean 'cosine'?"),
     (SlotsConfig, {"epsilon": 1.0}, "slots.epsilon is 1.0; it must lie strictly between 0 and 1."),
     (SlotsConfig, {"ar_weight": 0.0, "mdm_weight": 0.0}, "one of the loss terms must count."),
-    (TrainConfig, {"steps": 0}, "train.steps is 0; it must be a number of at least 1."),
+    (TrainConfig, {"steps": 0}, "train.steps is 0 and train.epochs 0; one of them says how long a run is: give at"),
+    (TrainConfig, {"steps": 6, "epochs": 3}, "train.steps is 6 and train.epochs 3; .* and 0 for the other."),
+    (TrainConfig, {"steps": 0, "epochs": -1}, "train.epochs is -1; it must be a number of at least 0."),
     (TrainConfig, {"accumulate_steps": 0}, "train.accumulate_steps is 0; it must be a number of at least 1."),
     (TrainConfig, {"loss_chunk": -1}, "train.loss_chunk is -1; it must be a number of at least 0."),
     (

@@ -87,12 +87,16 @@ def test_a_system_message_is_put_first_where_there_is_none():
             "The conversation, message 2: the last message is the assistant's, which leaves nothing to answer",
         ),
         (
+            {"messages": [SYSTEM]},
+            "The conversation, message 1: the last message is the system's, which leaves nothing to answer",
+        ),
+        (
             {"messages": [USER], "segments": ["x"]},
             'A conversation is {"messages": [...]}, perhaps with "enable_thinking"',
         ),
         ({"messages": [USER], "prompt": "x"}, 'A conversation is {"messages": [...]}, perhaps with "enable_thinking"'),
         ({"messages": [USER], "enable_thinking": 1}, "'enable_thinking' is 1; it must be true or false."),
-        ({"messages": [USER], "enable_thinking": None}, "'enable_thinking' is None; it must be true or false."),
+        ({"messages": [USER], "enable_thinking": None}, "'enable_thinking' is null; it must be true or false."),
         (
             USER,
             'A template is {"segments": [...]}: a list of texts and {"hole": length}; a conversation is {"messages"',

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_whether_one_prompt_is_thought_about(run, chat_model, thinking):
     [
         (["--prompt=x", "--system=y"], "--system needs --chat: only conversations have a system message."),
         (["--input=x", "--output=y", "--system=z"], "--system needs --chat: only conversations have"),
-        (["--prompt=x", "--noenable_thinking"], "--enable_thinking needs --chat: only conversations are written by"),
+        (["--prompt=x", "--noenable_thinking"], "--enable_thinking and --noenable_thinking need --chat with --prompt"),
         (["--prompt=x", "--chat", "--prefix=y"], "--prefix cannot be used with --chat: it would stand before the conv"),
         (["--chat", "--prompt=x", "--input=y", "--output=z"], "Give either --prompt or --input."),
         (["--chat", "--output=z"], "--input and --output belong together"),
@@ -184,7 +185,7 @@ def test_a_line_may_say_whether_to_think(run_file, chat_model, thinking):
     _, found, _ = run_file(lines, "--noenable_thinking")
     texts = rf.generate(chat_model, ["Hi 😀TrueFalse", "Hi 😀TrueTrue"], batch_size=1).text
     assert [each["response"] for each in found[:2]] == texts
-    assert found[2]["error"] == "'enable_thinking' is 'no'; it must be true or false."
+    assert found[2]["error"] == "'enable_thinking' is \"no\"; it must be true or false."
 
 
 def test_messages_that_cannot_be_used(run_file):
@@ -338,3 +339,32 @@ def test_an_interruption_lets_the_answer_finish(run, monkeypatch):
     status, out, err = run("--chat", stdin=jsonl({"prompt": "Hi"}, {"prompt": "Bye"}))
     assert (status, err) == (130, "Interrupted.\n")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["Hi"]
+
+
+def test_standard_output_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(rf.ConfigError, match="Standard output is closed"), decode._writing_out():
+        pytest.fail("went on")
+
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=full))
+    expected = pytest.raises(rf.ConfigError, match=r"cannot be written \(No space left on device\)")
+    with expected, decode._writing_out():
+        print("x")
+
+
+def test_standard_input_that_is_closed(chat_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(decode, "load", lambda path: chat_model)
+    with pytest.raises(rf.ConfigError, match="Standard input is closed; give lines there, or --prompt or --input"):
+        decode.main(command_line.parse(["--checkpoint=x", "--chat"], decode.FLAGS))
+
+
+def test_thinking_is_for_conversations(run_file):
+    lines = [{"prompt": "Hi", "enable_thinking": False}, {"segments": ["a", {"hole": 4}], "enable_thinking": True}]
+    status, found, _ = run_file(lines)
+    assert status == 1
+    assert found[0]["error"].startswith("'enable_thinking' is for conversations, not for 'prompt'")
+    assert found[1]["error"].startswith("'enable_thinking' is for conversations, not for 'segments'")

@@ -134,13 +134,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def _find_template(self) -> str:
         if TEMPLATE_NAME in self.files:
             return self._text(TEMPLATE_NAME)
-        template = self._config.get("chat_template")
+        template: Any = self._config.get("chat_template") or ""
         if isinstance(template, list):
             named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None
-        if not isinstance(template, str | None):
-            raise self._error(CONFIG_NAME, "chat_template must be a text, or a list of named ones")
-        return template or ""
+        if not isinstance(template, str):
+            raise self._error(CONFIG_NAME, "chat_template must be a text, or a list with one named 'default'")
+        return template
 
     # ---- files ----
 

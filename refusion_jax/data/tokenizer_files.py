@@ -56,7 +56,7 @@ def _find_exported(directory: epath.Path) -> SentencePieceTokenizer | None:
 
 def _load_file(file: epath.Path, mask_token_id: int | None) -> Tokenizer:
     content = _read_file(file)
-    if content.lstrip()[:1] != b"{":
+    if file.suffix != ".json" and content.lstrip()[:1] != b"{":
         return SentencePieceTokenizer(content, source=str(file))
     directory = file.parent
     others = {name: _read_file(directory / name) for name in OTHER_NAMES if (directory / name).exists()}

@@ -9,8 +9,10 @@ which decodes and which train.init_from may name. Tensors keep their type unless
 directory appears when it is complete; one that holds something is refused.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -18,9 +20,11 @@ from refusion_jax import api, command_line
 from refusion_jax.config import ConfigError
 from refusion_jax.huggingface.directories import check_new, new_directory, on_disk
 from refusion_jax.huggingface.export import export_checkpoint, parse_size
+from refusion_jax.processes import Interrupted, Signals
 from refusion_jax.training.imported import write_run
 
 _POSITIONAL = ("command", "source", "target")
+_USAGE = {"export": "export RUN DIR", "import": "import DIR RUN"}
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("command", None, "export or import; the first argument.", flag_values=FLAGS)
@@ -31,12 +35,25 @@ flags.DEFINE_string("max-shard-size", "5GB", "Most bytes of tensors in a file of
 
 
 def main(args: flags.FlagValues) -> None:
-    """Does what `args.command` says."""
-    if args.command not in ("export", "import"):
-        raise ConfigError(f"The command is {args.command!r}; say export RUN DIR or import DIR RUN.")
+    """Does what the arguments say."""
+    try:
+        with Signals():
+            _convert(args)
+    except Interrupted as interrupted:
+        print("Interrupted.", file=sys.stderr, flush=True)
+        # Not `sys.exit`: threads of a write under way would fail loudly.
+        os._exit(128 + interrupted.number)
+
+
+def _convert(args: flags.FlagValues) -> None:
+    if args.command not in _USAGE or args.source is None or args.target is None:
+        given = " ".join(text for text in (args.command, args.source, args.target) if text is not None)
+        raise ConfigError(f"The arguments are {given!r}; say {' or '.join(_USAGE.values())}.")
     size = parse_size(str(args["max-shard-size"].value))
-    target = on_disk(args.target)
+    target, source = on_disk(args.target), Path(args.source)
     check_new(target)  # before minutes of reading
+    if source.exists() and source.resolve() in target.resolve().parents:
+        raise ConfigError(f"{target} lies inside {source}, which is read; name a directory elsewhere.")
     model = api.load(args.source, dtype=args.dtype)
     if args.command == "export":
         export_checkpoint(model.params, model.config, target, model.tokenizer, max_shard_size=size)
@@ -54,4 +71,4 @@ def named(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command_line.run(main, FLAGS, required=_POSITIONAL, arguments=named(sys.argv[1:]))
+    command_line.run(main, FLAGS, arguments=named(sys.argv[1:]))

@@ -22,6 +22,7 @@ REFUSION_MASK_TOKEN_ID = 151_670
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _ROW_MULTIPLE = 128
+_QWEN3_HEAD_DIM = 128
 
 
 class SpecialTokens(Protocol):
@@ -161,7 +162,7 @@ def _shape(fields: Fields) -> dict[str, Any]:
         "num_key_value_heads": fields.integer("num_key_value_heads", heads),
         "head_dim": fields.integer("head_dim", hidden // max(heads, 1)),
         "max_position_embeddings": fields.integer("max_position_embeddings"),
-        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
 
@@ -182,7 +183,9 @@ def _refuse_sliding_window(fields: Fields) -> None:
 def _qwen3(fields: Fields) -> dict[str, Any]:
     _refuse_sliding_window(fields)
     biases = ATTENTION if fields.flag("attention_bias", False) else ()
-    return _shape(fields) | read_rope(fields) | {"biases": biases}
+    # The head size is part of the architecture, whatever the width.
+    head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM)
+    return _shape(fields) | read_rope(fields) | {"biases": biases, "head_dim": head_dim}
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def _llama(fields: Fields) -> dict[str, Any]:
         *(ATTENTION if fields.flag("attention_bias", False) else ()),
         *(MLP if fields.flag("mlp_bias", False) else ()),
     )
-    return _shape(fields) | read_rope(fields, 10_000.0) | {"biases": biases, "qk_norm": False}
+    return _shape(fields) | read_rope(fields) | {"biases": biases, "qk_norm": False}
 
 
 # What LLaDA's own code can be told and only this is supported of.
@@ -228,7 +231,7 @@ def _llada(fields: Fields) -> dict[str, Any]:
         if not tied or fields.flag("bias_for_layer_norm", None) is None:
             raise fields.error("include_bias", "which is not supported; only False is", "sets")
         biases = (*ATTENTION, *MLP)
-    return read_rope(fields, 10_000.0) | {
+    return read_rope(fields) | {
         "vocab_size": fields.integer("embedding_size", None) or fields.integer("vocab_size"),
         "hidden_size": width,
         "intermediate_size": fields.integer("mlp_hidden_size", None) or fields.integer("mlp_ratio") * width,

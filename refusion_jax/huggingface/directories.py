@@ -4,13 +4,17 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from refusion_jax.files import is_remote
 from refusion_jax.huggingface.errors import CheckpointError
+
+_MOST_REMOVALS, _REMOVAL_SECONDS = 20, 0.1
 
 
 def on_disk(directory: os.PathLike[str] | str) -> Path:
@@ -44,6 +48,8 @@ def file_inside(directory: Path, name: str) -> Path:
         raise CheckpointError(f"{directory} names the file {name!r}, which cannot be found: {error}.") from error
     if not inside:
         raise CheckpointError(f"{path} leads out of {directory}; put the file itself there.")
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is not a file, but a directory or a device; put the file itself there.")
     return path
 
 
@@ -85,6 +91,9 @@ def new_directory(path: os.PathLike[str] | str) -> Iterator[Path]:
     """
     target = on_disk(path)
     check_new(target)
+    blocking = next((parent for parent in target.absolute().parents if parent.exists()), None)
+    if blocking is not None and not blocking.is_dir():
+        raise CheckpointError(f"{target} cannot be written: {blocking} is not a directory.")
     try:
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".tmp", dir=target.absolute().parent))
@@ -97,7 +106,16 @@ def new_directory(path: os.PathLike[str] | str) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error.strerror or error}).") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory that threads of a write which failed may still write to."""
+    for _ in range(_MOST_REMOVALS):
+        if not directory.exists():
+            return
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(_REMOVAL_SECONDS)
 
 
 def check_new(target: Path) -> None:
@@ -109,4 +127,4 @@ def check_new(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already; name a new directory, or remove that one.")
+        raise CheckpointError(f"{target} exists already and is no empty directory; name a new one, or remove it.")

@@ -19,14 +19,14 @@ class Fields:
         self.values, self.where = values, where
 
     def integer(self, name: str, *default: int | None) -> Any:
-        """A whole number, of the size of an int64.
+        """A whole number that fits an int32, as all sizes, positions and token IDs do.
 
         Raises:
           CheckpointError: when it is something else, or absent without a default.
         """
         value = self._get(name, default)
-        if value is not None and (type(value) is not int or abs(value) >= 2**63):
-            raise self.error(name, "it must be a whole number")
+        if value is not None and (type(value) is not int or abs(value) >= 2**31):
+            raise self.error(name, "it must be a whole number below 2**31")
         return value
 
     def number(self, name: str, *default: float | None) -> Any:
@@ -72,8 +72,8 @@ class Fields:
         """
         value = self.values.get(name)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(item) is int and abs(item) < 2**63 for item in items):
-            raise self.error(name, "it must be a whole number, or a list of them")
+        if not all(type(item) is int and abs(item) < 2**31 for item in items):
+            raise self.error(name, "it must be a whole number below 2**31, or a list of them")
         return tuple(items)
 
     def section(self, name: str) -> "Fields | None":
@@ -109,6 +109,8 @@ class Fields:
         value = self.values.get(name)
         if value is not None:
             return value
+        if not default and name in self.values:
+            raise CheckpointError(f"{self.where} has null for {name!r}, which the model needs; give its value.")
         if not default:
             raise CheckpointError(f"{self.where} has no field {name!r}.{nearest(name, self.values)}")
         return default[0]

@@ -11,33 +11,33 @@ _KNOWN = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate", "high_freq_factor", "low_freq_factor", "partial_rotary_factor",
 }  # fmt: skip
+_DEFAULT_THETA = 10_000.0  # of all architectures here
 _TYPES = ("default", "linear", "yarn", "llama3")
 
 
-def read_rope(fields: Fields, default_theta: float | None = None) -> dict[str, Any]:
+def read_rope(fields: Fields) -> dict[str, Any]:
     """The `rope_` fields of a ModelConfig.
 
     Args:
       fields: those of config.json.
-      default_theta: where none is given; None makes that an error.
 
     Raises:
       CheckpointError: for a type or a setting that is not supported, by its name.
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.where)
+    rope_type = rope.text("rope_type", rope.text("type", "default"))
+    if rope_type not in _TYPES:
+        raise CheckpointError(
+            f"{rope.where} sets rope_type to {rope_type!r}, which is not supported; only {', '.join(_TYPES)} are."
+        )
     for name, value in rope.values.items():
         if name not in _KNOWN and value is not None:
             raise rope.error(name, "which is not supported; remove it if the model computes without it", "sets")
     for each in (fields, rope):
         each.refuse_unless("partial_rotary_factor", (1.0, 1))
-    rope_type = rope.text("rope_type", rope.text("type", "default"))
     theta = rope.number("rope_theta", None)
     if theta is None:
-        theta = fields.number("rope_theta", *() if default_theta is None else (default_theta,))
-    if rope_type not in _TYPES:
-        raise CheckpointError(
-            f"{rope.where} sets rope_type to {rope_type!r}, which is not supported; only {', '.join(_TYPES)} are."
-        )
+        theta = fields.number("rope_theta", _DEFAULT_THETA)
     if rope_type == "default":
         return {"rope_theta": theta}
     if rope_type == "linear":

@@ -109,17 +109,29 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not an index of safetensors files: it has no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} is not an index of safetensors files: {name} is in {file!r}.")
+            shown = f"{_shown(name)} is in {_shown(str(file))!r}"
+            raise CheckpointError(f"{path} is not an index of safetensors files: {shown}.")
     return weight_map
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
     if weight_map is not None:
-        files = [file_inside(directory, name) for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
+        if file_inside(directory, WEIGHTS_NAME).exists() and WEIGHTS_NAME not in weight_map.values():
             raise CheckpointError(
-                f"{directory} lacks {missing[0]}, which {INDEX_NAME} names; download it, or the whole checkpoint again."
+                f"{directory} holds {WEIGHTS_NAME} and {INDEX_NAME}, which does not name it; remove the one that is "
+                "not the model."
+            )
+        files = [file_inside(directory, name) for name in sorted(set(weight_map.values()))]
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            name = str(missing[0].relative_to(directory))
+            raise CheckpointError(
+                f"{directory} lacks {_shown(name)}, which {INDEX_NAME} names; download it, or the whole checkpoint "
+                "again."
             )
         return files
     # One file of all weights counts alone: others beside it are the same in another form.

@@ -90,7 +90,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=_wait_for_others),
         )
-        with _writing(self._directory):
+        with writing(self._directory):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
@@ -106,7 +106,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self._manager.all_steps():
             return
-        with _writing(self._directory):
+        with writing(self._directory):
             self._manager.wait_until_finished()
             self._seal_in_background()
             items = {
@@ -127,7 +127,7 @@ class Checkpoints:
         """
         if self._saving and not self._manager.is_saving_in_progress():
             self._saving = False
-            with _writing(self._directory):
+            with writing(self._directory):
                 self._manager.wait_until_finished()
 
     def restore(self, state: TrainState) -> TrainState:
@@ -193,7 +193,7 @@ class Checkpoints:
           CheckpointError: when it cannot be written.
         """
         try:
-            with _writing(self._directory):
+            with writing(self._directory):
                 self._manager.wait_until_finished()
                 self._seal_in_background()
                 if self._sealing is not None:
@@ -222,7 +222,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _writing(directory: epath.Path) -> Iterator[None]:
+def writing(directory: epath.Path) -> Iterator[None]:
     """Says in one sentence what keeps a checkpoint from being written."""
     try:
         yield

@@ -9,7 +9,7 @@ from etils import epath
 from refusion_jax.config import Config, DataConfig, ModelConfig, to_dict
 from refusion_jax.data import Tokenizer
 from refusion_jax.files import write_json
-from refusion_jax.training.checkpoint import About, about_item
+from refusion_jax.training.checkpoint import About, about_item, writing
 from refusion_jax.training.integrity import absolute, seal_all
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
@@ -25,7 +25,7 @@ def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Toke
 
     Raises:
       ConfigError: when no run can have such a model.
-      OSError: when something cannot be written.
+      CheckpointError, OSError: when something cannot be written.
     """
     run = Config(model=config, data=DataConfig(max_length=min(DataConfig.max_length, config.context_length)))
     write_json(directory / CONFIG_NAME, to_dict(run))
@@ -33,7 +33,8 @@ def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Toke
     files = {} if tokenizer is None else dict(tokenizer.files)
     about = about_item(About(to_dict(run), data_fingerprint="", tokenizer=files), step=0)
     items = {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave(about)}
-    with ocp.CheckpointManager(checkpoints) as manager:
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with writing(checkpoints), ocp.CheckpointManager(checkpoints, options=options) as manager:
         manager.save(0, args=ocp.args.Composite(**items))
     seal_all(checkpoints)
     if tokenizer is not None:

@@ -78,12 +78,13 @@ def resolve(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def _count_steps(config: Config, dataset: Dataset) -> Config:
-    """Fills in how many steps the passes are that `train.epochs` asks for."""
+    """Turns the passes that `train.epochs` asks for into steps."""
     if not config.train.epochs:
         return config
     batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
     steps = sum(batches.batches_in_epoch(epoch) for epoch in range(config.train.epochs))
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    _say(f"Passes over the data: {config.train.epochs}, in {steps:,} steps.")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, epochs=0))
 
 
 def train(config: Config, workdir: os.PathLike[str] | str) -> None:
@@ -205,8 +206,6 @@ def _announce(config: Config, dataset: Dataset, mesh: Mesh, state: TrainState) -
         f"Data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out examples, "
         f"{dataset.train.lengths.mean():.0f} tokens on average; dropped: {reasons or 'none'}."
     )
-    if config.train.epochs:
-        _say(f"Passes over the data: {config.train.epochs}, in {config.train.steps:,} steps.")
     if int(state.step):
         _say(f"Continuing from step {int(state.step):,}.")
 

@@ -82,7 +82,7 @@ def test_what_templates_can_use(source, text):
         ("{% if %}", "Expected an expression, got 'end of statement block'"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
-        ("{{ range(10**9) | length }}", "Range too big"),
+        ("{{ range(10**9) | length }}", "a call has too large a number"),
         ("{% include '/etc/passwd' %}", "no loader for this environment specified"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ '\\ud800' }}", "surrogates not allowed"),
@@ -102,3 +102,48 @@ def test_without_jinja(monkeypatch):
     _compile.cache_clear()
     with pytest.raises(DataError, match=r"^place: a chat template needs Jinja; pip install refusion_jax\[hf\]\.$"):
         qwen3([ASK])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'x' * 10**10 }}", "makes too much"),
+        ("{{ 10**10 * 'x' }}", "makes too much"),
+        ("{{ [1] * 10**8 }}", "makes too much"),
+        ("{{ 2**100 }}", "makes too much"),
+        ("{{ '%0999999999d' % 1 }}", "makes too much"),
+        ("{{ '{:>999999999}'.format(1) }}", "too wide"),
+        ("{{ 'x'.ljust(1000000000) }}", "too large a number"),
+        ("{{ 'x'|indent(1000000000, true) }}", "more than 1000"),
+        ("{{ 'x'|center(1000000000) }}", "No filter named 'center'"),
+        ("{{ lipsum(10) }}", "'lipsum' is undefined"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1,000,000 steps"),
+        ("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "writes more than 10,000,000 characters"),
+    ],
+)
+def test_a_few_characters_do_not_make_gigabytes(template, reason):
+    with pytest.raises(DataError, match=reason):
+        render_template(template, {}, "place")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ '-' * 3 }}{{ 3 * [1] }}{{ 6 * 7 }}{{ 2 ** 10 }}{{ 7 % 4 }}", "---[1, 1, 1]4210243"),
+        ("{{ '%s of %03d' % ('a', 7) }}{{ '{:>4}'.format(1) }}{{ 'a{}'.format(20241231) }}", "a of 007   1a20241231"),
+        ("{% for i in range(2, 8, 3) %}{{ i }}{% if not loop.last %},{% endif %}{% endfor %}", "2,5"),
+        ("{{ range(4)|length }}{{ 'a\nb'|indent(2) }}", "4a\n  b"),
+        ("{{ raise_exception is defined }}{{ 'a' ~ 'b' }}", "Trueab"),
+    ],
+)
+def test_what_templates_do(template, text):
+    assert render_template(template, {}, "place") == text
+
+
+def test_a_template_s_own_message_is_shown():
+    for call, shown in (
+        ("'alternate user/assistant...'", r"user/assistant\.\.\.\)"),
+        ("", "it refuses the conversation"),
+    ):
+        with pytest.raises(DataError, match=shown):
+            render_template(f"{{{{ raise_exception({call}) }}}}", {}, "place")

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from safetensors import safe_open
 
@@ -124,15 +127,17 @@ def test_directories_that_hold_something(tmp_path):
     (tmp_path / "empty").mkdir()
     export_checkpoint(params, config, tmp_path / "empty")
     for name in ("empty", "empty/config.json"):
-        with pytest.raises(CheckpointError, match="exists already; name a new directory, or remove that one"):
+        with pytest.raises(
+            CheckpointError, match="exists already and is no empty directory; name a new one, or remove it"
+        ):
             export_checkpoint(params, config, tmp_path / name)
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not a directory"):
         export_checkpoint(params, config, tmp_path / "empty" / "config.json" / "x")
 
 
 def test_a_failing_export_leaves_nothing(tmp_path):
     def fail(directory):
-        assert (directory / "model.safetensors").exists()
+        (directory / "tokenizer.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
     config, params = make()
@@ -158,9 +163,7 @@ def test_what_is_no_size(text):
 
 
 def run(*arguments):
-    command_line.run(
-        __main__.main, __main__.FLAGS, ("command", "source", "target"), __main__.named(list(map(str, arguments)))
-    )
+    command_line.run(__main__.main, __main__.FLAGS, arguments=__main__.named(list(map(str, arguments))))
 
 
 def test_a_run_becomes_a_directory_and_a_run_again(tiny_run, tiny_config, tmp_path, capsys):
@@ -217,12 +220,13 @@ def test_adapters_are_merged(tiny_run, tiny_config, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--command is missing: export or import; the first argument."),
-        (["export", "x"], "--target is missing: Directory that is written; the third argument."),
-        (["exprot", "x", "y"], "The command is 'exprot'; say export RUN DIR or import DIR RUN."),
+        ([], "The arguments are ''; say export RUN DIR or import DIR RUN."),
+        (["export", "x"], "The arguments are 'export x'; say export RUN DIR or import DIR RUN."),
+        (["exprot", "x", "y"], "The arguments are 'exprot x y'; say export RUN DIR or import DIR RUN."),
+        (["export", "{model}", "{model}/inside"], "which is read; name a directory elsewhere."),
         (["export", "/nothing", "{new}"], "/nothing is not a directory; give a run directory"),
         (["export", "a", "b", "c"], "Unexpected argument 'c'"),
-        (["import", "{model}", "{model}"], "exists already; name a new directory"),
+        (["import", "{model}", "{model}"], "exists already and is no empty directory"),
         (["export", "{model}", "{new}", "--max-shard-size=many"], "'many' is no size of a file"),
         (["export", "{model}", "{new}", "--dtype=int8"], "dtype is 'int8', not one of float32, bfloat16, float16."),
     ],
@@ -235,6 +239,37 @@ def test_bad_input_is_one_line(arguments, sentence, tmp_path, capsys, checkpoint
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and sentence in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_import_onto_a_full_disk_is_one_line_and_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing ...: No space left on device\n  and more")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", full)
+    with pytest.raises(SystemExit) as caught:
+        run("import", checkpoint, tmp_path / "run")
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith("No space left on device.\n") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_what_is_interrupted_leaves_nothing(command, number, tmp_path):
+    """The signal comes when the first file of a temporary directory is there."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 20_000}
+    config, params = make(**wide)
+    export_checkpoint(params, config, tmp_path / "model")
+    line = [sys.executable, "-m", "refusion_jax.huggingface", command, tmp_path / "model", tmp_path / "target"]
+    process = subprocess.Popen(list(map(str, line)), cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("target.*.tmp/*")):
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.communicate(timeout=120)[1].splitlines()[-1:] == ["Interrupted."]
+    assert process.returncode == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_module_runs(checkpoint, tmp_path):

@@ -129,7 +129,18 @@ def test_an_index_that_is_none(content, sharded):
 @pytest.mark.parametrize("file", [3, None, "pytorch_model.bin", ["model.safetensors"]])
 def test_an_index_of_other_files(file, sharded):
     write_index(sharded, {"model.a": file})
-    assert f"is not an index of safetensors files: model.a is in {file!r}." in message(sharded)
+    assert f"is not an index of safetensors files: model.a is in {str(file)!r}." in message(sharded)
+
+
+def test_a_file_beside_an_index_that_does_not_name_it(sharded):
+    save_file({"a": ramp(1)}, sharded / WEIGHTS)
+    assert f"holds {WEIGHTS} and {INDEX}, which does not name it; remove the one" in message(sharded)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file(make, tmp_path):
+    make(tmp_path / WEIGHTS)
+    assert message(tmp_path).startswith(f"{tmp_path / WEIGHTS} is not a file, but a directory or a device")
 
 
 def test_a_tensor_that_is_twice_there(sharded):

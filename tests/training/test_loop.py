@@ -272,7 +272,7 @@ def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_
 
 def test_passes_over_the_data_are_counted_in_steps(tiny_config, tmp_path, capsys):
     """Every example has been trained on as often as asked for when the last step is done."""
-    config = with_values(with_values(tiny_config, "data", synthetic_examples=48), "train", epochs=2, steps=999)
+    config = with_values(with_values(tiny_config, "data", synthetic_examples=48), "train", epochs=2, steps=0)
     loop.train(config, tmp_path)
     steps = read_run_config(tmp_path).train.steps
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == steps
