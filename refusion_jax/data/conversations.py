@@ -67,7 +67,7 @@ class Conversations:
         if not ends:
             raise DataError(f"{place}: none of the {len(checked) - first} messages is from the assistant.")
         try:
-            return [self._example(checked[:end]) for end in (ends if self.turns == "all" else ends[-1:])]
+            return [self._example(checked[:end], place) for end in (ends if self.turns == "all" else ends[-1:])]
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
 
@@ -82,12 +82,12 @@ class Conversations:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return self.examples(turns, place)[0]
 
-    def _example(self, turns: list[dict[str, Any]]) -> Example:
+    def _example(self, turns: list[dict[str, Any]], place: str) -> Example:
         prompt = self.render(turns[:-1], add_generation_prompt=True, enable_thinking=self.enable_thinking)
         if not self.whole:
             return Example(prompt, turns[-1]["content"])
         rendered = self.render(turns, add_generation_prompt=False, enable_thinking=self.enable_thinking)
-        return Example(prompt, turns[-1]["content"], rendered)
+        return Example(prompt, turns[-1]["content"], rendered, place)
 
 
 def _render_chatml(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, enable_thinking: bool) -> str:

@@ -16,11 +16,13 @@ class Example:
       response: what is learnt; of a conversation the words of the assistant's turn.
       rendered: prompt and response as one text, by a chat template, to be tokenized as one; "" when prompt and response
         are tokenized by themselves.
+      place: where it was read, for messages.
     """
 
     prompt: str
     response: str
     rendered: str = ""
+    place: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

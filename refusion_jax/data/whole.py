@@ -38,17 +38,19 @@ def encode_whole(examples: Sequence[Example], tokenizer: Tokenizer) -> list[tupl
 
 
 def _not_a_prefix(example: Example, prompt: list[int], whole: list[int]) -> DataError:
+    where = example.place or "A conversation"
     remedy = "use another template, or data.template 'prompt', which tokenizes the response by itself"
     place = _difference(example.prompt, example.rendered)
     if place < len(example.prompt):
         return DataError(
-            "The chat template does not begin a conversation with what it writes before its response: "
+            f"{where}: the chat template does not begin a conversation with what it writes before its response: "
             f"{_around(example.prompt, place)} became {_around(example.rendered, place)}; {remedy}."
         )
     place = _difference(prompt, whole)
     first, last, end = max(place - 2, 0), place + 2, len(example.prompt)
     return DataError(
-        f"The prompt's token IDs are not the first of the whole conversation's: {_around(example.prompt, end)} has "
+        f"{where}: the prompt's token IDs are not the first of the whole conversation's: "
+        f"{_around(example.prompt, end)} has "
         f"{prompt[first:last]} where {_around(example.rendered, end)} has {whole[first:last]}; {remedy}."
     )
 

@@ -86,7 +86,7 @@ def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any
         if name not in may_differ and ours[name] != theirs[name]
     ]
     if different:
-        raise CheckpointError(f"{path} holds the weights of another model: {join_some(different, 3)}.")
+        raise CheckpointError(f"{path} holds the weights of another model: {join_some(different, 10)}.")
     if run:
         return run_params(directory, run, shardings, config.param_dtype)
     return read_params(directory, config, shardings)

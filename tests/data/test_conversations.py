@@ -161,7 +161,7 @@ def test_a_template_that_writes_the_prompt_otherwise_is_refused(tmp_path):
     with pytest.raises(DataError) as error:
         encode_whole([example], tokenizer)
     assert str(error.value) == (
-        "The chat template does not begin a conversation with what it writes before its response: "
+        "f, line 1: the chat template does not begin a conversation with what it writes before its response: "
         f"'[2+2?]{'x' * 30}...' became '[2+2?][Four.]'; use another template, or data.template 'prompt', which "
         "tokenizes the response by itself."
     )
@@ -174,7 +174,7 @@ def test_a_token_across_the_response_s_beginning_is_refused(tokenizer):
         encode_whole([Example("a li", "ne", "a line")], tokenizer)
     shown = f"'a li' has {part[:3]} where 'a line' has {whole[:3]};"
     assert str(error.value).startswith(
-        f"The prompt's token IDs are not the first of the whole conversation's: {shown} use another template"
+        f"A conversation: the prompt's token IDs are not the first of the whole conversation's: {shown} use another template"
     )
 
 
