@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 from absl import flags
 
@@ -24,6 +24,9 @@ from refusion_jax.data.splits import Corpus, DataCounts, tokenize_corpus
 from refusion_jax.data.tokenized import TokenizedExamples
 from refusion_jax.data.tokenizer_files import load_tokenizer
 from refusion_jax.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
 
 # Raised when the same configuration, files and tokenizer give other tokens than before.
 _TOKENS_VERSION = 2
@@ -131,13 +134,13 @@ def make_batches(
 
 
 def iterate(
-    batches: grain.sources.RandomAccessDataSource[Batch],
+    batches: "grain.sources.RandomAccessDataSource[Batch]",
     start_step: int,
     *,
     read_threads: int,
     prefetch: int,
     workers: int = 0,
-) -> grain.DatasetIterator[Batch]:
+) -> "grain.DatasetIterator[Batch]":
     """Reads batches in order from `start_step`, ahead of their use, in threads or processes that start at once.
 
     A pipeline that starts at a step continues exactly as one that came to it, so the next step is all its state; how
@@ -150,6 +153,8 @@ def iterate(
       prefetch: how many batches to have ready, all processes together; at least one in each.
       workers: processes that make batches; 0 makes them in threads of this one.
     """
+    import grain
+
     dataset = grain.MapDataset.source(batches).slice(slice(start_step, None))
     if not workers:
         options = grain.ReadOptions(num_threads=read_threads, prefetch_buffer_size=prefetch)

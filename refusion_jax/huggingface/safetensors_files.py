@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from refusion_jax.huggingface.directories import file_inside, on_disk, read_object
 from refusion_jax.huggingface.errors import CheckpointError
@@ -146,6 +145,8 @@ def _files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
 
 
 def _read_header(file: Path) -> Iterator[StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="numpy"):  # checks the header, and that the file has all of its bytes
             pass

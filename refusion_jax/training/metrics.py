@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import tqdm
 from etils import epath
-from tensorboardX import SummaryWriter
 
 from refusion_jax.files import is_remote, replace_file
 from refusion_jax.training.run_directory import WorkdirError
@@ -33,6 +31,10 @@ class MetricsWriter:
         self._path, self._active = workdir / METRICS_NAME, active
         self._records = [record for record in read_metrics(workdir) if record["step"] <= start_step]
         self.last = self._records[-1] if self._records else {}
+        # Only here: what computes has no need of them.
+        import tqdm
+        from tensorboardX import SummaryWriter
+
         self._file: Any = None
         self._bar = tqdm.tqdm(
             total=steps, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1.0, disable=not active

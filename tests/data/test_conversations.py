@@ -174,7 +174,7 @@ def test_a_token_across_the_response_s_beginning_is_refused(tokenizer):
         encode_whole([Example("a li", "ne", "a line")], tokenizer)
     shown = f"'a li' has {part[:3]} where 'a line' has {whole[:3]};"
     assert str(error.value).startswith(
-        f"A conversation: the prompt's token IDs are not the first of the whole conversation's: {shown} use another template"
+        f"A conversation: the prompt's token IDs are not the first of the whole conversation's: {shown} use another"
     )
 
 
