@@ -20,6 +20,7 @@ MAX_TEMPERATURE = 1_000
 DTYPES = ("float32", "bfloat16", "float16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REMAT_POLICIES = ("none", "minimal", "full")
+ATTENTIONS = ("auto", "xla", "splash", "cudnn", "pallas")
 REMAT_NAMES = (*PROJECTIONS, "attention")
 ROPE_TYPES = ("linear", "yarn", "llama3")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
@@ -111,6 +112,10 @@ class ModelConfig:
 
     In rows longer than `attention_chunk` the attention scores of so many query tokens exist at a time, and are computed
     again for the gradient; 0 never does that.
+
+    `attention` is the program that computes attention where it can, XLA elsewhere: "splash" (TPU) and "cudnn" (GPU, in
+    bfloat16 or float16) causal rows, as in training; "pallas" (TPU) tokens that see a KV buffer, as in decoding.
+    "auto" takes what the platform has.
     """
 
     vocab_size: int = 0
@@ -140,6 +145,7 @@ class ModelConfig:
     remat: str = "none"
     scan_unroll: int = 1
     attention_chunk: int = 1024
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         _require_types("model", self)
@@ -160,6 +166,7 @@ class ModelConfig:
         for name in self.biases:
             _require_choice("model.biases", name, PROJECTIONS)
         self._check_rope()
+        _require_choice("model.attention", self.attention, ATTENTIONS)
         _require_choice("model.dtype", self.dtype, DTYPES)
         _require_choice("model.param_dtype", self.param_dtype, DTYPES)
         if self.remat not in REMAT_POLICIES:

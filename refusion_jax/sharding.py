@@ -11,7 +11,7 @@ Constraints inside a jitted function take effect under `jax.set_mesh(mesh)`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -171,6 +171,29 @@ def constrain(array: jax.Array, *axes: str | None) -> jax.Array:
         return array
     spec = nn.logical_to_mesh_axes(axes, RULES)
     return jax.lax.with_sharding_constraint(array, spec)
+
+
+def per_device(
+    function: Callable[..., Any], inputs: Sequence[tuple[str | None, ...]], output: tuple[str | None, ...]
+) -> Any:
+    """`function` of each device's share of arrays that are split along the named logical axes; as it is outside a mesh.
+
+    Args:
+      function: takes and returns arrays; what it computes of a share must be that share of what it computes of all.
+      inputs, output: the logical axes of each array.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    specs = tuple(nn.logical_to_mesh_axes(axes, RULES) for axes in inputs)
+    return jax.shard_map(function, in_specs=specs, out_specs=nn.logical_to_mesh_axes(output, RULES), check_vma=False)
+
+
+def divides(size: int, axis: str) -> bool:
+    """Whether the devices of a logical axis, of the mesh in use, can have equal shares of `size`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = () if mesh.empty else (nn.logical_to_mesh_axes((axis,), RULES)[0] or ())
+    names = (names,) if isinstance(names, str) else names
+    return size % math.prod(mesh.shape[name] for name in names) == 0
 
 
 def constrain_whole(tree: Any) -> Any:

@@ -179,7 +179,10 @@ def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingVie
         is_masked=reorder(is_masked),
         mdm_weights=reorder(mdm_weights),
         visibility=Visibility(
-            segment=reorder(batch.segment_ids), order=index.astype(jnp.int32), group=jnp.zeros_like(batch.segment_ids)
+            segment=reorder(batch.segment_ids),
+            order=index.astype(jnp.int32),
+            group=jnp.zeros_like(batch.segment_ids),
+            in_buffer_order=True,
         ),
     )
 

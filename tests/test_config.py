@@ -30,6 +30,7 @@ REFUSED = [
     (ModelConfig, {"head_dim": 33}, "model.head_dim is 33; RoPE rotates pairs, make it even."),
     (ModelConfig, {"num_attention_heads": 3}, "model.num_attention_heads is 3, not a multiple of"),
     (ModelConfig, {"dtype": "float23"}, "model.dtype is 'float23'.* Did you mean 'float32'?"),
+    (ModelConfig, {"attention": "spalsh"}, "model.attention is 'spalsh', not one of auto, .* Did you mean 'splash'?"),
     (ModelConfig, {"remat": "fulll"}, "model.remat is 'fulll'.* Did you mean 'full'?"),
     (ModelConfig, {"remat": "q_proj,atention"}, "model.remat is 'atention'.* Did you mean 'attention'?"),
     (ModelConfig, {"remat": "everything"}, "model.remat is 'everything', not one of none, .*q_proj, .*attention"),

@@ -193,6 +193,7 @@ def test_views_of_packed_rows_follow_the_definition(seed, draw, view_of):
             np.testing.assert_allclose(values[index], wanted, rtol=1e-6, err_msg=f"row {index}: {name}")
         assert np.array_equal(view.visibility.order[index], np.arange(160))
         assert not view.visibility.group[index].any()
+    assert view.visibility.in_buffer_order
     total = sum(drawn_p < p for size, p, drawn_p, _ in drawn.values() if size)
     assert 0 < total < len(drawn)
     assert view.is_masked.sum() == total

@@ -24,17 +24,23 @@ ALL_GROUPS = -1
 
 
 class Visibility(flax.struct.PyTreeNode):
-    """Who sees whom: three (batch, length) int32 arrays, as the module's text defines."""
+    """Who sees whom: three (batch, length) int32 arrays, as the module's text defines.
+
+    `in_buffer_order` is the maker's promise that `order` is the index and every group 0, so that tokens see what is not
+    behind them in their segment: kernels for causal attention have to know it before there are values.
+    """
 
     segment: jax.Array
     order: jax.Array
     group: jax.Array
+    in_buffer_order: bool = flax.struct.field(pytree_node=False, default=False, compare=False)
 
     @classmethod
     def causal(cls, batch: int, length: int) -> "Visibility":
         """Plain causal attention in buffer order, one segment."""
         order = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-        return cls(segment=jnp.ones_like(order), order=order, group=jnp.zeros_like(order))
+        segment, group = jnp.ones_like(order), jnp.zeros_like(order)
+        return cls(segment=segment, order=order, group=group, in_buffer_order=True)
 
 
 class KVCache(flax.struct.PyTreeNode):

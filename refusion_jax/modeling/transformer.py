@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from refusion_jax.config import PROJECTIONS, ModelConfig
-from refusion_jax.modeling.attention import KVCache, LongVisibility, Visibility, attend, visibility_bias
+from refusion_jax.modeling import backends
+from refusion_jax.modeling.attention import KVCache, Visibility
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
 
@@ -101,10 +102,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: Any, packing: Packing | None
+        self, hidden: jax.Array, own: Any, rope: Any, shared: Any, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
-        batch, length = (bias.visibility.segment if isinstance(bias, LongVisibility) else bias).shape[:2]
+        batch, length = (rope[0] if packing is None else packing.places).shape[:2]
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
             projected = _dense(c, count * c.head_dim, ("embed", axis), name)(hidden)
@@ -122,11 +123,8 @@ class Attention(nn.Module):
         if packing is not None:
             query, key, value = (heads[packing.places] for heads in (query, key, value))
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-        blocks = (*cached, (key, value))
-        mixed = attend(query, tuple(k for k, _ in blocks), tuple(v for _, v in blocks), bias)
-        mixed = mixed.reshape(batch * length, -1)
+        mixed = backends.mix(own, query, key, value, shared).reshape(batch * length, -1)
         mixed = mixed if packing is None else mixed[packing.sources]
-        mixed = checkpoint_name(mixed, "attention")
         return _dense(c, c.hidden_size, ("heads", "embed"), "o_proj")(mixed), (key, value)
 
 
@@ -152,11 +150,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, cached: tuple[Any, ...], rope: Any, bias: Any, packing: Packing | None
+        self, hidden: jax.Array, own: Any, rope: Any, shared: Any, packing: Packing | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         normed = _norm(c, "embed", "input_layernorm")(hidden)
-        mixed, kv = Attention(c, name="self_attn")(normed, cached, rope, bias, packing)
+        mixed, kv = Attention(c, name="self_attn")(normed, own, rope, shared, packing)
         hidden = constrain(hidden + mixed, "batch", "activation_embed")
         normed = _norm(c, "embed", "post_attention_layernorm")(hidden)
         hidden = constrain(hidden + MLP(c, name="mlp")(normed), "batch", "activation_embed")
@@ -209,10 +207,7 @@ class Transformer(nn.Module):
         table = constrain(self.embed_tokens.embedding.astype(c.dtype), "vocab", "activation_embed")
         hidden = constrain(jnp.take(table, tokens.reshape(-1), axis=0), "batch", "activation_embed")
         rope = rotary_angles(position_ids, c)
-        if visibility.segment.shape[1] > c.attention_chunk > 0:
-            bias: Any = LongVisibility(visibility, tuple(cache.lengths for cache in caches), c.attention_chunk)
-        else:
-            bias = visibility_bias(visibility, caches)
+        own, shared = backends.plan(c, visibility, caches)
         layers = nn.scan(
             _remat(Block, c),
             variable_axes={"params": 0, "lora": 0},
@@ -222,8 +217,7 @@ class Transformer(nn.Module):
             unroll=c.scan_unroll,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(c, return_kv, name="layers")
-        cached = tuple((cache.keys, cache.values) for cache in caches)
-        hidden, kv = layers(hidden, cached, rope, bias, packing)
+        hidden, kv = layers(hidden, own, rope, shared, packing)
         return self.norm(hidden), kv
 
     def unembed(self, hidden: jax.Array) -> jax.Array:

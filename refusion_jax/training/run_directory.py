@@ -25,8 +25,8 @@ TOKENIZER_NAME = "tokenizer"
 # What may differ between the parts of a run that is continued: none of it changes what is computed.
 FREE_SETTINGS = (
     "mesh", "checkpoint", "decode", "data.read_threads", "data.workers", "data.prefetch", "data.cache_dir",
-    "model.remat", "model.scan_unroll", "model.attention_chunk", "train.log_every", "train.eval_every",
-    "train.eval_draws", "train.eval_decode_examples", "train.profile_steps", "train.max_skipped",
+    "model.remat", "model.scan_unroll", "model.attention_chunk", "model.attention", "train.log_every",
+    "train.eval_every", "train.eval_draws", "train.eval_decode_examples", "train.profile_steps", "train.max_skipped",
     "train.slow_step_factor",
 )  # fmt: skip
 

@@ -124,6 +124,8 @@ def test_the_causal_constructor():
     made, by_hand = Visibility.causal(BATCH, LENGTH), labels("causal")
     assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(lambda a: (a.shape, a.dtype), by_hand)
     assert np.array_equal(visibility_bias(made), visibility_bias(by_hand))
+    assert made.in_buffer_order
+    assert not by_hand.in_buffer_order
 
 
 def naive_attention(query, keys, values, visible):
