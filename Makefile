@@ -2,12 +2,14 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# With libtpu, which would change how JAX starts in the other one.
+TPU_VENV ?= .venv-tpu
 DEMO_RUN ?= runs/demo
 
 BIN := $(VENV)/bin
 INSTALL_INPUTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-parity lint format clean
+.PHONY: demo test test-slow test-parity test-tpu-compile compile-all lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python train.py --config=configs/demo.py --workdir=$(DEMO_RUN)
@@ -19,11 +21,19 @@ test: $(VENV)/installed-test
 
 # pytest exits with 5 when it selected no test: no test is slow, which is no failure.
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest -m "slow and not tpu_compile" || test $$? -eq 5
 
 # Against PyTorch and transformers, which nothing else needs.
 test-parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -m parity
+
+# With the compiler of real TPUs, of which there need be none.
+test-tpu-compile: $(TPU_VENV)/installed
+	$(TPU_VENV)/bin/python -m pytest -m "tpu_compile and not slow"
+
+# Every preset at its full depth: an hour or two.
+compile-all: $(TPU_VENV)/installed
+	$(TPU_VENV)/bin/python -m pytest -m "tpu_compile and slow" -s
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
@@ -37,7 +47,7 @@ format: $(VENV)/installed-test
 # What runs wrote and the environment stay: they take long to make again.
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TPU_VENV)/*' -prune -exec rm -rf {} +
 
 # The stamps are newer than what they installed from, so an unchanged checkout asks the network for nothing.
 $(VENV)/installed: $(INSTALL_INPUTS)
@@ -47,6 +57,11 @@ $(VENV)/installed: $(INSTALL_INPUTS)
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -e '.[test]' -c constraints.txt
+	touch $@
+
+$(TPU_VENV)/installed: $(INSTALL_INPUTS)
+	test -x $(TPU_VENV)/bin/pip || $(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/pip install --disable-pip-version-check -e '.[test,tpu]' -c constraints.txt
 	touch $@
 
 $(VENV)/installed-parity: $(VENV)/installed-test

@@ -3,4 +3,4 @@
 from refusion_jax import command_line, decode
 
 if __name__ == "__main__":
-    command_line.run(decode.main, decode.FLAGS, required=("checkpoint",))
+    command_line.run(decode.main, decode.FLAGS)

@@ -3,4 +3,4 @@
 from refusion_jax import command_line, train
 
 if __name__ == "__main__":
-    command_line.run(train.main, train.FLAGS, required=("workdir",))
+    command_line.run(train.main, train.FLAGS)

@@ -63,12 +63,22 @@ def freeze(config: ConfigDict) -> Config:
     return from_dict(Config, config.to_dict())
 
 
-def define_config(flag_values: flags.FlagValues) -> None:
-    """Defines `--config`; after `parse` its value is a `Config`."""
+def define_config(flag_values: flags.FlagValues, optional: bool = False) -> None:
+    """Defines `--config`; after `parse` its value is a `Config`, or "" where it is optional and not given."""
     flags.DEFINE_string(
         "config",
-        None,
+        "" if optional else None,
         "Preset, or Python file whose get_config() returns the settings; --config.SECTION.FIELD=VALUE overrides one.",
+        flag_values=flag_values,
+    )
+
+
+def define_compile_for(flag_values: flags.FlagValues) -> None:
+    """Defines `--compile_for`, the topology."""
+    flags.DEFINE_string(
+        "compile_for",
+        None,
+        "Only compile, for TPUs such as v5p:4x4x4, or 2*v5e:4x8 for two slices; none need be there.",
         flag_values=flag_values,
     )
 
@@ -95,7 +105,10 @@ def parse(arguments: Sequence[str], flag_values: flags.FlagValues, required: Ite
         if values[name].value is None:
             raise ConfigError(f"--{name} is missing: {values[name].help}")
     if "config" in values:
-        if values.config is None:
+        optional = values["config"].default == ""
+        if optional and not values.config and not overrides:
+            return values
+        if not values.config:
             raise ConfigError(f"--config is missing: give a preset ({', '.join(_presets())}) or a file.")
         values["config"].value = freeze(_override(_load(find_config(values.config)), overrides))
     return values
@@ -255,7 +268,7 @@ def _unknown_field(name: str, known: Sequence[str]) -> ConfigError:
 def _usage(main: Callable[..., Any], flag_values: flags.FlagValues) -> str:
     lines = [(sys.modules[main.__module__].__doc__ or "").strip(), "", "Flags:"]
     lines += [f"  --{name}: {flag_values[name].help}" for name in flag_values]
-    if "config" in flag_values:
+    if "config" in flag_values and flag_values["config"].default is None:
         lines += ["", f"Presets: {', '.join(_presets())}", "", "Fields, with their defaults where no preset sets them:"]
         for name, _ in _leaves(Config):
             section, _, field = name.partition(".")

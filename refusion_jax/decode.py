@@ -23,6 +23,10 @@ With --num_processes, --process_id and --coordinator_address several processes s
 has; they need a common file system.
 
 Settings that are not given are those of the run.
+
+--compile_for=v6e:2x4 decodes nothing: it compiles for these TPUs, which need not be there, and prints memory,
+arithmetic and traffic of a chip. Of --checkpoint it reads the configuration alone; instead there may be --config, a
+preset. The last line is JSON, and the exit status 1 when it does not fit.
 """
 
 import contextlib
@@ -41,6 +45,8 @@ from absl import flags
 
 from refusion_jax import answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
+from refusion_jax.compilation.commands import compile_decoding
+from refusion_jax.compilation.programs import DecodeShape, described_config
 from refusion_jax.config import ConfigError, DecodeConfig, to_dict
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
@@ -119,6 +125,11 @@ flags.DEFINE_enum(
     "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
 )
 define_processes(FLAGS)
+command_line.define_compile_for(FLAGS)
+command_line.define_config(FLAGS, optional=True)
+flags.DEFINE_integer(
+    "compile_prompt_length", 512, "With --compile_for: the longest prompt.", lower_bound=1, flag_values=FLAGS
+)
 
 _DEFINE: dict[Any, Callable[..., Any]] = {
     str: flags.DEFINE_string,
@@ -135,7 +146,20 @@ for _field in dataclasses.fields(DecodeConfig):
 
 
 def main(args: flags.FlagValues) -> None:
-    """Decodes with the parsed flags."""
+    """Decodes with the parsed flags, or only compiles.
+
+    Raises:
+      ConfigError: for flags that do not belong together.
+    """
+    if args.compile_for is not None:
+        if status := _compile(args):
+            sys.exit(status)
+        return
+    if args.checkpoint is None:
+        raise ConfigError(f"--checkpoint is missing: {args['checkpoint'].help}")
+    for name in ("config", "compile_prompt_length"):
+        if args[name].present:
+            raise ConfigError(f"--{name} needs --compile_for: only compiling can do without weights and prompts.")
     _check_flags(args)
     process = join_processes(args)
     keep_freed_memory()
@@ -151,6 +175,18 @@ def main(args: flags.FlagValues) -> None:
         os._exit(status)
     if status:
         sys.exit(status)
+
+
+def _compile(args: flags.FlagValues) -> int:
+    """Compiles for `--compile_for`; returns the exit status."""
+    if (args.checkpoint is None) == (not args.config):
+        raise ConfigError("--compile_for needs either --checkpoint or --config: the model to compile.")
+    config = args.config or described_config(args.checkpoint)
+    decode = dataclasses.replace(config.decode, **_settings(args))
+    rules = Rules(slot_score=SLOT_SCORES[args.slot_score])
+    return compile_decoding(
+        config, DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules), args.compile_for
+    )
 
 
 def _check_flags(args: flags.FlagValues) -> None:
@@ -365,4 +401,4 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    command_line.run(main, FLAGS, required=("checkpoint",))
+    command_line.run(main, FLAGS)

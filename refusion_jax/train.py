@@ -5,13 +5,19 @@ settings to continue an interrupted run; Ctrl-C and SIGTERM save before they end
 
 On a TPU pod run the same command on every host. Elsewhere --num_processes, --process_id and --coordinator_address join
 processes; all of them read the same data and --workdir.
+
+--compile_for=v5p:4x4x4 trains nothing: it compiles the step for these TPUs, which need not be there, and prints memory,
+arithmetic and traffic of a chip. The last line is JSON, and the exit status 1 when the step does not fit.
 """
 
 import logging
+import sys
 
 from absl import flags
 
 from refusion_jax import command_line
+from refusion_jax.compilation.commands import compile_training
+from refusion_jax.config import ConfigError
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.processes import define_processes, failing_together, join_processes
 from refusion_jax.training.loop import train
@@ -25,10 +31,21 @@ flags.DEFINE_string(
     "Run directory, for checkpoints, metrics and tokenizer; may be gs://BUCKET/NAME.",
     flag_values=FLAGS,
 )
+command_line.define_compile_for(FLAGS)
 
 
 def main(args: flags.FlagValues) -> None:
-    """Trains with the parsed flags."""
+    """Trains with the parsed flags, or only compiles.
+
+    Raises:
+      ConfigError: without a work directory to train in.
+    """
+    if args.compile_for is not None:
+        if status := compile_training(args.config, args.compile_for):
+            sys.exit(status)
+        return
+    if args.workdir is None:
+        raise ConfigError(f"--workdir is missing: {args['workdir'].help}")
     keep_freed_memory()
     # What fails in the background is said in one sentence when the run ends for it; tracebacks of threads bury that.
     for name in ("absl", "asyncio"):
@@ -38,4 +55,4 @@ def main(args: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, FLAGS, required=("workdir",))
+    command_line.run(main, FLAGS)

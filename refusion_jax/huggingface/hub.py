@@ -23,13 +23,15 @@ _PATTERNS = [
     "chat_template.jinja",
     "chat_template.json",
 ]
+_WEIGHTS = {"model*.safetensors", "model.safetensors.index.json"}
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 
 
-def local_directory(path_or_id: str | os.PathLike[str]) -> epath.Path:
+def local_directory(path_or_id: str | os.PathLike[str], weights: bool = True) -> epath.Path:
     """The directory of a path, which need not exist, or of a model that is downloaded unless the Hub's cache has it.
 
-    Only a text such as "org/name" or "org/name@revision" that names nothing on this machine is looked up on the Hub.
+    Only a text such as "org/name" or "org/name@revision" that names nothing on this machine is looked up on the Hub;
+    without `weights`, only what describes the model is downloaded.
 
     Raises:
       CheckpointError: when the Hub cannot be asked or does not give the model, saying what to do.
@@ -38,10 +40,10 @@ def local_directory(path_or_id: str | os.PathLike[str]) -> epath.Path:
     match = _ID.fullmatch(path_or_id) if isinstance(path_or_id, str) else None
     if match is None or match[1].startswith(("./", "../")) or path.exists():
         return path
-    return epath.Path(_download(match[1], match[2]))
+    return epath.Path(_download(match[1], match[2], weights))
 
 
-def _download(name: str, revision: str | None) -> str:
+def _download(name: str, revision: str | None, weights: bool) -> str:
     try:
         import huggingface_hub
         from huggingface_hub import errors
@@ -51,7 +53,8 @@ def _download(name: str, revision: str | None) -> str:
             "pip install 'refusion_jax[hf]', or download it elsewhere and give the directory."
         ) from error
     try:
-        return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_PATTERNS)
+        wanted = [pattern for pattern in _PATTERNS if weights or pattern not in _WEIGHTS]
+        return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted)
     except errors.GatedRepoError as error:
         problem = "is gated on the Hugging Face Hub: accept its terms there, then hf auth login"
         raise CheckpointError(f"{name} {problem}.") from error

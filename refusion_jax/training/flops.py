@@ -25,11 +25,18 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def flops_per_token(model: ModelConfig, row_length: int) -> int:
-    """FLOPs of forward and backward per token: 6 for each parameter of a matrix product, the output embedding's
-    included, and `12 * layers * heads * head_dim * row_length` for attention, which computes every pair of a row.
+    """FLOPs of forward and backward per token: three times those of the forward, so 6 for each parameter of a matrix
+    product, the output embedding's included, and `12 * layers * heads * head_dim * row_length` for attention.
+    """
+    return 3 * forward_flops_per_token(model, row_length)
+
+
+def forward_flops_per_token(model: ModelConfig, keys: int) -> int:
+    """FLOPs of a forward per token: 2 for each parameter of a matrix product, the output embedding's included, and
+    `4 * layers * heads * head_dim * keys` for attention to so many keys, all of which it computes, seen or not.
     """
     query_width, kv_width = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     attention = 2 * model.hidden_size * (query_width + kv_width)
     mlp = 3 * model.hidden_size * model.intermediate_size
     parameters = model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
-    return 6 * parameters + 12 * model.num_hidden_layers * query_width * row_length
+    return 2 * parameters + 4 * model.num_hidden_layers * query_width * keys

@@ -1,5 +1,6 @@
 """The training state and how it comes into being, already sharded."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -52,6 +53,34 @@ def init_state(
     Returns:
       the state, and its shardings as a pytree of the same structure.
     """
+    _, shardings = abstract_state(module, optimizer, mesh, lora)
+    _, init = _initialisers(module, optimizer, lora)
+    with jax.set_mesh(mesh):
+        state = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    return state, shardings
+
+
+def abstract_state(
+    module: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, lora: LoraConfig = NO_LORA
+) -> tuple[TrainState, Any]:
+    """What `init_state` returns, with a `jax.ShapeDtypeStruct` that knows its sharding for each array of the state."""
+    init_params, init = _initialisers(module, optimizer, lora)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, base = tree_shardings(jax.eval_shape(init_params, key), mesh)
+    shapes = jax.eval_shape(init, key)
+    shardings = jax.tree.map(lambda _: replicated(mesh), shapes).replace(
+        params=params, base=base, opt_state=_moment_shardings(shapes, params, mesh)
+    )
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    return state, shardings
+
+
+def _initialisers(
+    module: Transformer, optimizer: optax.GradientTransformation, lora: LoraConfig
+) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[[jax.Array], TrainState]]:
+    """From a random key the boxed parameters and base, and the whole state."""
 
     def init_params(key: jax.Array) -> tuple[Any, Any]:
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -64,15 +93,7 @@ def init_state(
         step, skipped, skipped_in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
         return TrainState(step, params, optimizer.init(params), base, skipped, skipped_in_a_row)
 
-    key = jax.random.key(seed)
-    params, base = tree_shardings(jax.eval_shape(init_params, key), mesh)
-    abstract = jax.eval_shape(init, key)
-    shardings = jax.tree.map(lambda _: replicated(mesh), abstract).replace(
-        params=params, base=base, opt_state=_moment_shardings(abstract, params, mesh)
-    )
-    with jax.set_mesh(mesh):
-        state = jax.jit(init, out_shardings=shardings)(key)
-    return state, shardings
+    return init_params, init
 
 
 def _moment_shardings(state: TrainState, shardings: Any, mesh: Mesh) -> Any:

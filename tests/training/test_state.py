@@ -8,7 +8,7 @@ from refusion_jax.config import OPTIMIZERS, LoraConfig, MeshConfig, ModelConfig,
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import make_mesh
 from refusion_jax.training.optimizer import make_optimizer
-from refusion_jax.training.state import init_state
+from refusion_jax.training.state import abstract_state, init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,3 +61,14 @@ def test_adapters_over_a_frozen_base():
     moved = state.replace(params=jax.tree.map(lambda leaf: leaf + 1.0, state.params)).model_params(lora)
     kernels = [params["layers"]["self_attn"]["q_proj"]["kernel"] for params in (moved, plain.params)]
     assert np.abs(kernels[0] - kernels[1]).max() > 1
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2)])
+def test_the_abstract_state_is_like_the_first_one(lora):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    optimizer = make_optimizer(OptimizerConfig(), 100)
+    abstract, shardings = abstract_state(Transformer(CONFIG), optimizer, mesh, lora)
+    state, same = first_state(lora=lora)
+    assert shardings == same
+    for wanted, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (wanted.shape, wanted.dtype, wanted.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)

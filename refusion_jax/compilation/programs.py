@@ -1,0 +1,213 @@
+"""The programs that training and decoding run, on arrays that are only described."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
+from refusion_jax.data import max_segments
+from refusion_jax.decoding.batching import (
+    MIN_PROMPT_BUCKET,
+    MIN_RESPONSE_BUCKET,
+    ROWS_PER_ADMISSION,
+    bucket,
+    make_request,
+    query_shapes,
+)
+from refusion_jax.decoding.kv_cache import CHUNK
+from refusion_jax.decoding.memory import fitting_rows
+from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state
+from refusion_jax.decoding.rules import Rules
+from refusion_jax.huggingface import local_directory, read_model_config
+from refusion_jax.modeling import Transformer
+from refusion_jax.sharding import batch_sharding, check_mesh, make_mesh, replicated
+from refusion_jax.slots import Batch
+from refusion_jax.training.flops import flops_per_token, forward_flops_per_token
+from refusion_jax.training.optimizer import make_optimizer
+from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
+from refusion_jax.training.state import abstract_state
+from refusion_jax.training.step import make_run_step
+from refusion_jax.training.weights import is_run
+
+VOCAB_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractProgram:
+    """A program with the shapes of its arguments.
+
+    Attributes:
+      name: what it does.
+      compile: compiles it.
+      mesh: devices by axis.
+      held: by kind, bytes that each chip holds of the arguments; what is not named is "other".
+      tokens: of one run, over all chips: places of a training batch, padding included, or query positions of a forward.
+      model_flops: of one run, over all chips, by the formulas of `training.flops`.
+      dynamic_trips: how often loops run whose end depends on data, at most; see `program_cost`.
+    """
+
+    name: str
+    compile: Callable[[], Any]
+    mesh: dict[str, int]
+    held: dict[str, int]
+    tokens: int
+    model_flops: int
+    dynamic_trips: tuple[int, ...]
+
+
+def chip_bytes(tree: Any) -> int:
+    """Bytes that one chip holds of a pytree of abstract arrays with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
+def known_vocabulary(config: Config) -> Config:
+    """The configuration with a vocabulary: where it is the tokenizer's, of about the size asked for."""
+    if config.model.vocab_size:
+        return config
+    rows = -(-config.data.tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
+
+
+def described_config(path: str) -> Config:
+    """The configuration of a run directory, a Hugging Face directory or a model of the Hub, read without its weights.
+
+    Raises:
+      CheckpointError: when there is none, or it does not describe a usable model.
+    """
+    directory = local_directory(path, weights=False)
+    if is_run(directory) or (directory / TOKENIZER_NAME).is_dir():
+        return read_run_config(directory)
+    return Config(model=read_model_config(directory))
+
+
+def train_program(config: Config, devices: Any) -> AbstractProgram:
+    """The training step of a run.
+
+    Args:
+      config: of the run, with a vocabulary.
+      devices: those of a topology.
+
+    Raises:
+      ConfigError: when model or batch cannot be split over the configured mesh of these devices.
+    """
+    mesh, train, length = make_mesh(config.mesh, devices), config.train, config.data.max_length
+    check_mesh(mesh, config.model, train.batch_size, train.accumulate_steps)
+    module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, train.steps)
+    state, shardings = abstract_state(module, optimizer, mesh, config.lora)
+    step: Any = make_run_step(config, module, optimizer, mesh, shardings)
+
+    def array(*shape: int, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    rows, everywhere = batch_sharding(mesh), replicated(mesh)
+    token = array(train.batch_size, length, sharding=rows)
+    segment = array(train.batch_size, max_segments(length, config.data.pack), sharding=rows)
+    batch = Batch(token, token, token, segment, segment, segment, segment)
+
+    def compile() -> Any:
+        with jax.set_mesh(mesh):
+            return step.lower(state, batch, array(sharding=everywhere)).compile()
+
+    positions = train.batch_size // train.accumulate_steps * length // (mesh.shape["data"] * mesh.shape["fsdp"])
+    tokens = train.batch_size * length
+    held = {"parameters": chip_bytes((state.params, state.base)), "optimizer": chip_bytes(state.opt_state)}
+    return AbstractProgram(
+        name="training step",
+        compile=compile,
+        mesh=dict(mesh.shape),
+        held=held,
+        tokens=tokens,
+        model_flops=tokens * flops_per_token(config.model, length),
+        dynamic_trips=(-(-positions // train.loss_chunk),) if train.loss_chunk else (),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """What a stream is made for.
+
+    Attributes:
+      batch_size: rows, or "auto" for as many as fit. prompt_length: the longest prompt, in tokens.
+      config: whose `gen_length` is the longest response. rules: what decides.
+    """
+
+    batch_size: int | str
+    prompt_length: int
+    config: DecodeConfig
+    rules: Rules
+
+
+def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: int) -> list[AbstractProgram]:
+    """The two programs of a stream on one chip: the prefill that gives rows to prompts, and the decode loop.
+
+    The loop stands for one forward of the widest shape, with as much committed as it can be.
+
+    Args:
+      model: with a vocabulary. shape: what the stream is made for.
+      device: one of a topology. free: its memory, in bytes.
+
+    Raises:
+      ConfigError: when prompt and response are longer than the model's positions.
+    """
+    capacity = bucket(shape.config.rounded_length, MIN_RESPONSE_BUCKET)
+    prompt_length = bucket(shape.prompt_length, MIN_PROMPT_BUCKET)
+    needed = shape.prompt_length + shape.config.rounded_length
+    if needed > model.context_length:
+        raise ConfigError(
+            f"--compile_prompt_length {shape.prompt_length} and gen_length {shape.config.gen_length} are together more "
+            f"than the {model.context_length} positions of the model; shorten one."
+        )
+    where = SingleDeviceSharding(device)
+
+    def place(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
+
+    config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
+    params = place(nn.unbox(jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]))
+    buffer_length = prompt_length + capacity
+    rows = shape.batch_size
+    if rows == "auto":
+        rows = fitting_rows(model, buffer_length, capacity, free - chip_bytes(params))
+    assert isinstance(rows, int)
+    infilling = config.algorithm == "paper"
+    program = Program(module, query_shapes(rows, capacity), shape.rules, config.temperature > 0, infilling)
+    suppressed = len(config.suppress_ids) + 2 * config.suppress_special
+    suppressed = bucket(suppressed, 4) if suppressed else 0
+    state = place(jax.eval_shape(lambda: empty_state(program, rows, capacity, buffer_length)))
+
+    def request(count: int) -> Any:
+        return place(make_request([], count, capacity, suppressed, 0, model))
+
+    def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=where)
+
+    admission, number = max(1, rows // ROWS_PER_ADMISSION), numbers()
+    prompts = numbers(admission, prompt_length)
+    few = numbers(admission)
+    held = {"parameters": chip_bytes(params), "KV buffer": chip_bytes(state.cache)}
+    query, width = program.shapes[-1]
+
+    def compile_admit() -> Any:
+        arguments = (prompts, prompts, few, few, request(admission), request(rows), state)
+        return admit.lower(module, params, None, *arguments).compile()
+
+    def compile_loop() -> Any:
+        return decode_loop.lower(program, params, None, request(rows), state, number, number).compile()
+
+    def described(name: str, compile: Any, tokens: int, keys: int, trips: tuple[int, ...]) -> AbstractProgram:
+        flops = tokens * forward_flops_per_token(model, keys)
+        return AbstractProgram(name, compile, {"data": 1, "fsdp": 1, "tensor": 1}, held, tokens, flops, trips)
+
+    commits = rows * -(-width // min(CHUNK, width))
+    return [
+        # Prompts are not unembedded: only their keys and values are wanted.
+        described("prefill", compile_admit, admission * prompt_length, prompt_length, ()),
+        described("decode forward", compile_loop, query, buffer_length + width, (1, commits)),
+    ]

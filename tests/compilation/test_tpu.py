@@ -1,0 +1,144 @@
+"""With the compiler of real TPUs: counts against unrolled programs, every family, every preset."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from refusion_jax import command_line
+from refusion_jax.compilation.programs import DecodeShape, decode_programs, known_vocabulary, train_program
+from refusion_jax.compilation.report import compile_program
+from refusion_jax.compilation.topologies import read_topology, topology_devices
+from refusion_jax.config import Config, DataConfig, DecodeConfig, MeshConfig, ModelConfig, TrainConfig
+from refusion_jax.decoding import Rules
+
+pytestmark = pytest.mark.tpu_compile
+
+SMALL = Config(
+    model=ModelConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256, dtype="bfloat16", attention_chunk=0,
+    ),
+    data=DataConfig(max_length=256),
+    train=TrainConfig(batch_size=8, loss_chunk=0),
+    decode=DecodeConfig(gen_length=32),
+)  # fmt: skip
+
+# Where each preset is at home.
+PRESETS = {
+    "demo": "v5e:2x2",
+    "gsm8k": "v5e:2x2",
+    "qwen3_0p6b_sft": "v5e:2x4",
+    "qwen3_1p7b_sft": "v6e:2x4",
+    "qwen3_4b_sft": "v5p:2x2x4",
+    "qwen3_8b_sft": "v5p:2x2x4",
+    "refusion_8b_sft": "v5p:2x2x4",
+    "lora_8b": "v6e:2x4",
+}
+
+
+def changed(config, **sections):
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+    )
+
+
+def compiled(config, name="v5e:2x2"):
+    topology = read_topology(name)
+    return compile_program(train_program(known_vocabulary(config), topology_devices(topology)), topology)
+
+
+def preset(name, **sections):
+    values = command_line.parse([f"--config={name}"], _flags())
+    return changed(values.config, **sections)
+
+
+def _flags():
+    values = command_line.flags.FlagValues()
+    command_line.define_config(values)
+    return values
+
+
+def test_loops_count_as_often_as_they_run():
+    unrolled = changed(SMALL, model={"scan_unroll": 3})
+    topology = read_topology("v5e:2x2")
+    program = train_program(unrolled, topology_devices(topology))
+    whole = program.compile()
+    report = compile_program(dataclasses.replace(program, compile=lambda: whole), topology)
+    looped = compiled(changed(SMALL, train={"loss_chunk": 128}))
+    # XLA also counts what is no matrix product.
+    assert whole.cost_analysis()["flops"] == pytest.approx(report.cost.flops, rel=0.06)
+    assert looped.cost.flops == pytest.approx(report.cost.flops, rel=0.005)
+    # Not the compiler's fusions, but the same order: a program with loops has more to put away.
+    assert 0.5 < looped.cost.bytes / report.cost.bytes < 2
+    gathered = [each.cost.collectives["all-gather"] for each in (report, looped)]
+    assert gathered[1] == pytest.approx(gathered[0], rel=0.25)
+
+
+def test_chunks_of_attention_and_parts_of_a_batch_are_loops_too():
+    chunks = [compiled(changed(SMALL, model={"attention_chunk": size})).cost.flops for size in (64, 128)]
+    assert chunks[0] == pytest.approx(chunks[1], rel=0.005)
+    parts = compiled(changed(SMALL, train={"accumulate_steps": 2})).cost.flops
+    assert parts == pytest.approx(compiled(SMALL).cost.flops, rel=0.005)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "2*v5e:2x2"])
+def test_a_step_compiles_for_every_family_and_several_slices(topology):
+    slices = read_topology(topology).slices
+    report = compiled(changed(SMALL, mesh={"data": slices, "fsdp": 2, "tensor": 2}), topology)
+    assert report.fits
+    assert report.cost.flops * report.used == pytest.approx(report.program.model_flops, rel=0.05)
+    assert report.cost.collectives["all-reduce"] > 0
+    assert report.memory["gradients, activations, temporaries"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "algorithm"),
+    [("v5e:2x2", 4, "self_correcting"), ("v5p:2x2x1", 8, "self_correcting"), ("v6e:2x2", 8, "paper")],
+)
+def test_decoding_compiles(name, rows, algorithm):
+    topology = read_topology(name)
+    shape = DecodeShape(rows, 64, dataclasses.replace(SMALL.decode, algorithm=algorithm), Rules())
+    programs = decode_programs(SMALL.model, shape, topology_devices(topology)[0], topology.chip.hbm_bytes)
+    prefill, forward = (compile_program(program, topology) for program in programs)
+    assert prefill.fits and forward.fits
+    assert forward.cost.flops == pytest.approx(forward.program.model_flops, rel=0.05)
+    assert prefill.cost.flops < prefill.program.model_flops
+
+
+def test_the_command_tells_by_how_much_a_step_is_too_large():
+    done = subprocess.run(
+        [
+            sys.executable, "train.py", "--config=qwen3_0p6b_sft", "--config.model.num_hidden_layers=1",
+            "--config.train.batch_size=256", "--config.train.loss_chunk=0", "--compile_for=v5e:2x2",
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "GB more than a chip has; try --config.model.remat=full, or --config.train.accumulate_steps=2." in lines[-2]
+    found = json.loads(lines[-1])
+    assert not found["fits"]
+    assert found["hbm_bytes_per_chip"] > found["hbm_limit_bytes"]
+
+
+def test_a_mesh_that_the_topology_does_not_have_is_refused():
+    with pytest.raises(command_line.ConfigError, match="does not make 4 devices"):
+        compiled(dataclasses.replace(SMALL, mesh=MeshConfig(data=3, fsdp=1)))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_compile_with_one_layer(name):
+    report = compiled(preset(name, model={"num_hidden_layers": 1, "scan_unroll": 1}), PRESETS[name])
+    assert report.fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_at_full_depth(name):
+    report = compiled(preset(name), PRESETS[name])
+    print(f"\n{name} for {PRESETS[name]}: {report.hbm_bytes / 1e9:.1f} GB, {report.seconds:.0f} s")
+    assert report.fits
