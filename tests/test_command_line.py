@@ -65,6 +65,7 @@ def candidates(value):
     if isinstance(value, str):
         choices = (
             *config.ALGORITHMS,
+            *config.ATTENTIONS,
             *config.DTYPES,
             *config.REMAT_POLICIES,
             *config.ROPE_TYPES,

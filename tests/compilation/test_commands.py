@@ -96,6 +96,7 @@ def test_the_vocabulary_of_a_tokenizer_that_is_not_there_is_about_the_size_asked
     assert known_vocabulary(CONFIG) is CONFIG
 
 
+@pytest.mark.slow
 def test_a_training_step_is_described_by_its_run():
     program = train_program(CONFIG, jax.devices()[:1])
     numbers = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16 + 2 * 16 + 2 * 8) + 2 * 64 * 16 + 16

@@ -201,6 +201,7 @@ def test_types_of_an_import(tmp_path):
     assert read_model_config(tmp_path / "back").param_dtype == "float16"
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(tiny_run, tiny_config, tmp_path):
     training = TrainConfig(
         steps=2, batch_size=4, log_every=1, eval_every=0, eval_decode_examples=0, init_from=str(tiny_run)

@@ -332,6 +332,7 @@ def test_each_device_gets_its_share(tmp_path):
     assert found["shares"]["999 embed_tokens/embedding"] == 1 / 2  # four devices cannot share 999 rows
 
 
+@pytest.mark.slow
 def test_two_processes_read_together(tmp_path):
     tensors = write_checkpoint(tmp_path, LARGE, "qwen3", shards=2)
     with socket.socket() as free:

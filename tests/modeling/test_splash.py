@@ -80,6 +80,7 @@ def params():
     return nn.unbox(jax.jit(Transformer(CONFIG).init)(jax.random.key(0), tokens, tokens))["params"]
 
 
+@pytest.mark.slow
 def test_in_scanned_rematerialised_layers():
     expected = jax.jit(jax.value_and_grad(loss_of(CONFIG)))(params())
     config = dataclasses.replace(CONFIG, attention="splash", remat="attention")

@@ -79,6 +79,7 @@ def test_it_continues_without_the_tokenizer_it_began_with(run, config, tmp_path,
         loop.train(dataclasses.replace(config, data=dataclasses.replace(config.data, enable_thinking=False)), workdir)
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_its_weights_and_tokenizer(run, config, tmp_path):
     train = dataclasses.replace(config.train, steps=1, log_every=1, init_from=str(run))
     data = dataclasses.replace(config.data, tokenizer="")
