@@ -298,6 +298,7 @@ def test_data_that_changed_since_the_checkpoint_are_refused(tiny_config, tmp_pat
     assert (workdir / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_profile_is_written(tiny_config, tmp_path, capsys):
     workdir = tmp_path / "run"
     loop.train(short(tiny_config, train={"profile_steps": (2, 3)}), workdir)
@@ -350,6 +351,7 @@ def test_adapters_are_saved_alone_resumed_and_merged(tiny_run, tiny_config, tmp_
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(getattr(saved, "tree", saved))) == 2 * (32 * 2 + 2 * 32)
 
 
+@pytest.mark.slow
 def test_adapters_of_weights_that_changed_are_refused(tiny_run, tiny_config, tmp_path):
     base = shutil.copytree(tiny_run, tmp_path / "base")
     config = short(tiny_config, train={"init_from": str(base), "steps": 2}, lora={"rank": 1})
@@ -361,6 +363,7 @@ def test_adapters_of_weights_that_changed_are_refused(tiny_run, tiny_config, tmp
             use()
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused(tiny_config, tmp_path, monkeypatch):
     workdir, evaluate = tmp_path / "run", loop.held_out_loss
 
