@@ -19,7 +19,6 @@ from typing import Any
 
 import tokenizers
 from absl import flags
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
 
@@ -31,6 +30,7 @@ from refusion_jax.data import HuggingFaceTokenizer, Tokenizer, tokenize, train_t
 from refusion_jax.data.conversations import Conversations
 from refusion_jax.data.readers import read_objects
 from refusion_jax.files import write_json
+from tests import byte_level
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("data", "../shared/data/gsm8k/train.jsonl", "GSM8K's training file.", flag_values=FLAGS)
@@ -38,14 +38,8 @@ flags.DEFINE_integer("examples", 10_000, "Conversations.", lower_bound=1, flag_v
 flags.DEFINE_integer("rounds", 3, "Rounds to measure.", lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_string("output", None, "Default: benchmarks/results/tokenizing_BACKEND.json.", flag_values=FLAGS)
 
-TEMPLATE = common.HERE.parent / "tests" / "data" / "chat_templates" / "qwen3.jinja"
 VOCAB_SIZE = 16_384
 MAX_LENGTH = 2_048
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen3's: what the merges of BPE never cross.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 Conversation = list[dict[str, str]]
 
@@ -61,19 +55,12 @@ def read_conversations(path: str, count: int) -> list[Conversation]:
 
 def train_byte_level(texts: Sequence[str]) -> HuggingFaceTokenizer:
     """A tokenizer like Qwen3's, with its chat template."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE.read_text()}
+    tokenizer = byte_level.train(texts, VOCAB_SIZE, plain=())
+    config = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": (byte_level.TEMPLATES / "qwen3.jinja").read_text(),
+    }
     return HuggingFaceTokenizer(
         {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     )

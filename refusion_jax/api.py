@@ -14,12 +14,10 @@ from jax.sharding import Mesh
 
 from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer, find_tokenizer
-from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Generation, Job, Rules, Statistics, Stream
 from refusion_jax.decoding.batching import (
-    MIN_PROMPT_BUCKET,
-    MIN_RESPONSE_BUCKET,
     Bounds,
+    Sizes,
     bucket,
     group_by_length,
     unstarted,
@@ -29,17 +27,16 @@ from refusion_jax.decoding.memory import fitting_rows
 from refusion_jax.decoding.rules import DEFAULT_RULES
 from refusion_jax.huggingface import (
     CheckpointError,
-    check_files,
     local_directory,
     read_model_config,
     read_params,
-    stated_mask_token_id,
+    read_tokenizer,
 )
 from refusion_jax.modeling import Transformer
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
 from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
-from refusion_jax.training.weights import is_run, param_shardings, run_params
+from refusion_jax.training.weights import is_begun_run, param_shardings, run_params
 from refusion_jax.watching import Observer, Watch
 
 
@@ -81,13 +78,12 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")
-    if is_run(directory) or (directory / TOKENIZER_NAME).is_dir():
+    if is_begun_run(directory):
         run = read_run_config(directory)
         config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
         params = run_params(directory, run, _shardings(config, mesh), config.param_dtype)
-        return Model(config, Transformer(config), params, _find_tokenizer(directory / TOKENIZER_NAME), run.decode)
-    check_files(directory, TOKENIZER_FILES)
-    tokenizer = _find_tokenizer(directory, stated_mask_token_id(directory))
+        return Model(config, Transformer(config), params, _run_tokenizer(directory), run.decode)
+    tokenizer = read_tokenizer(directory)
     config = read_model_config(directory, tokenizer, dtype)
     params = read_params(directory, config, _shardings(config, mesh))
     return Model(config, Transformer(config), params, tokenizer, DecodeConfig())
@@ -98,9 +94,9 @@ def _shardings(config: ModelConfig, mesh: Mesh | None) -> Any:
     return None if mesh is None or not config.vocab_size else param_shardings(config, mesh)
 
 
-def _find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
+def _run_tokenizer(workdir: epath.Path) -> Tokenizer | None:
     try:
-        return find_tokenizer(path, mask_token_id)
+        return find_tokenizer(workdir / TOKENIZER_NAME)
     except DataError as error:
         raise CheckpointError(str(error)) from error
 
@@ -309,8 +305,8 @@ def _check_num_samples(num_samples: int) -> None:
 
 def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int) -> int:
     if batch_size == "auto":
-        width = bucket(response_length, MIN_RESPONSE_BUCKET)
-        return fitting_rows(model.config, bucket(prompt_length, MIN_PROMPT_BUCKET) + width, width)
+        sizes = Sizes.of(1, prompt_length, response_length, 0)
+        return fitting_rows(model.config, sizes.buffer_length, sizes.capacity)
     if not is_whole(batch_size) or int(batch_size) < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once, or say 'auto'.")
     return int(batch_size)

@@ -48,6 +48,7 @@ from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_strea
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
 from refusion_jax.config import ConfigError, DecodeConfig, to_dict
+from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
@@ -61,17 +62,7 @@ from refusion_jax.prompts import Prepared
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
 # What `load` reads of a Hugging Face directory.
-_HUGGING_FACE_FILES = (
-    "config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-)
+_HUGGING_FACE_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
 
 class _BatchSize(flags.ArgumentParser):

@@ -1,6 +1,7 @@
 """The programs that training and decoding run, on arrays that are only described."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import max_segments
-from refusion_jax.decoding.batching import (
-    MIN_PROMPT_BUCKET,
-    MIN_RESPONSE_BUCKET,
-    ROWS_PER_ADMISSION,
-    bucket,
-    make_request,
-    query_shapes,
-)
+from refusion_jax.decoding.batching import Sizes, make_request, query_shapes
 from refusion_jax.decoding.kv_cache import CHUNK
 from refusion_jax.decoding.memory import fitting_rows
 from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state
@@ -30,10 +24,10 @@ from refusion_jax.sharding import batch_sharding, check_mesh, make_mesh, replica
 from refusion_jax.slots import Batch
 from refusion_jax.training.flops import flops_per_token, forward_flops_per_token
 from refusion_jax.training.optimizer import make_optimizer
-from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
+from refusion_jax.training.run_directory import read_run_config
 from refusion_jax.training.state import abstract_state
 from refusion_jax.training.step import make_run_step
-from refusion_jax.training.weights import is_run
+from refusion_jax.training.weights import is_begun_run
 
 VOCAB_MULTIPLE = 8
 
@@ -82,7 +76,7 @@ def described_config(path: str) -> Config:
       CheckpointError: when there is none, or it does not describe a usable model.
     """
     directory = local_directory(path, weights=False)
-    if is_run(directory) or (directory / TOKENIZER_NAME).is_dir():
+    if is_begun_run(directory):
         return read_run_config(directory)
     return Config(model=read_model_config(directory))
 
@@ -156,8 +150,6 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: i
     Raises:
       ConfigError: when prompt and response are longer than the model's positions.
     """
-    capacity = bucket(shape.config.rounded_length, MIN_RESPONSE_BUCKET)
-    prompt_length = bucket(shape.prompt_length, MIN_PROMPT_BUCKET)
     needed = shape.prompt_length + shape.config.rounded_length
     if needed > model.context_length:
         raise ConfigError(
@@ -171,24 +163,28 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: i
 
     config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
     params = place(nn.unbox(jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]))
-    buffer_length = prompt_length + capacity
+    suppressed = len(config.suppress_ids) + 2 * config.suppress_special
+    sizes_of = functools.partial(
+        Sizes.of, prompt_length=shape.prompt_length, response_length=config.rounded_length, suppressed=suppressed
+    )
     rows = shape.batch_size
     if rows == "auto":
-        rows = fitting_rows(model, buffer_length, capacity, free - chip_bytes(params))
+        one = sizes_of(1)
+        rows = fitting_rows(model, one.buffer_length, one.capacity, free - chip_bytes(params))
     assert isinstance(rows, int)
+    sizes = sizes_of(rows)
+    capacity, prompt_length, buffer_length = sizes.capacity, sizes.prompt_length, sizes.buffer_length
     infilling = config.algorithm == "paper"
     program = Program(module, query_shapes(rows, capacity), shape.rules, config.temperature > 0, infilling)
-    suppressed = len(config.suppress_ids) + 2 * config.suppress_special
-    suppressed = bucket(suppressed, 4) if suppressed else 0
     state = place(jax.eval_shape(lambda: empty_state(program, rows, capacity, buffer_length)))
 
     def request(count: int) -> Any:
-        return place(make_request([], count, capacity, suppressed, 0, model))
+        return place(make_request([], count, capacity, sizes.suppressed, 0, model))
 
     def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=where)
 
-    admission, number = max(1, rows // ROWS_PER_ADMISSION), numbers()
+    admission, number = sizes.admission, numbers()
     prompts = numbers(admission, prompt_length)
     few = numbers(admission)
     held = {"parameters": chip_bytes(params), "KV buffer": chip_bytes(state.cache)}

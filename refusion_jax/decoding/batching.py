@@ -134,6 +134,37 @@ class Bounds:
         self.infilling |= config.algorithm == "paper"
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a stream's programs are compiled for: everything rounded up to a few buckets.
+
+    Attributes:
+      prompt_length, capacity: tokens of a prompt, and of a response.
+      suppressed: suppressed IDs of a row.
+      admission: rows that one prefill fills.
+    """
+
+    prompt_length: int
+    capacity: int
+    suppressed: int
+    admission: int
+
+    @classmethod
+    def of(cls, rows: int, prompt_length: int, response_length: int, suppressed: int) -> "Sizes":
+        """The sizes of a stream of so many rows, from the largest of its jobs."""
+        return cls(
+            bucket(prompt_length, MIN_PROMPT_BUCKET),
+            _capacity(response_length),
+            bucket(suppressed, 4) if suppressed else 0,
+            max(1, rows // ROWS_PER_ADMISSION),
+        )
+
+    @property
+    def buffer_length(self) -> int:
+        """KV entries of a row."""
+        return self.prompt_length + self.capacity
+
+
 class Stream:
     """Decodes jobs on a fixed number of rows.
 
@@ -173,19 +204,17 @@ class Stream:
         self.statistics = Statistics() if statistics is None else statistics
         self._measured = statistics is not None
         self._params, self._model = params, module.config
-        self._capacity = _capacity(response_length)
-        self._prompt_length = bucket(prompt_length, MIN_PROMPT_BUCKET)
-        self._suppressed = bucket(suppressed, 4) if suppressed else 0
+        sizes = Sizes.of(rows, prompt_length, response_length, suppressed)
+        self._prompt_length, self._capacity = sizes.prompt_length, sizes.capacity
+        self._suppressed, self._admission = sizes.suppressed, sizes.admission
         self._program = Program(module, query_shapes(rows, self._capacity), rules, sampling, infilling)
         self._jobs: list[Job | None] = [None] * rows
         self._waiting: collections.deque[Job] = collections.deque()
         self._reasons: dict[tuple[int, int], str] = {}
-        self._admission = max(1, rows // ROWS_PER_ADMISSION)
         with self._timed("prefill_seconds"):
             self._prefix = self._prefill_prefix(prefix) if len(prefix) else None
             self._offset = len(prefix)
-            buffer_length = self._prompt_length + self._capacity
-            state = empty_state(self._program, rows, self._capacity, buffer_length)
+            state = empty_state(self._program, rows, self._capacity, sizes.buffer_length)
             self._request, self._state = _beside(params, (jax.device_put(self._lay_out([], rows)), state))
 
     def submit(self, job: Job) -> None:

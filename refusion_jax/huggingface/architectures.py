@@ -88,12 +88,13 @@ def read_model_config(directory: Path, tokenizer: SpecialTokens | None = None, d
 
 
 def stated_mask_token_id(directory: Path) -> int | None:
-    """The mask token that `config.json` names, if it names one.
-
-    Raises:
-      CheckpointError: when the file is missing or malformed.
-    """
-    return _read_fields(directory).integer("mask_token_id", None)
+    """The mask token that `config.json` names; None without one, also where reading the model says what is wrong."""
+    try:
+        path = file_inside(on_disk(directory), CONFIG_NAME)
+        token = Fields(read_object(path), str(path)).integer("mask_token_id", None)
+    except CheckpointError:
+        return None
+    return token if token is not None and token >= 0 else None
 
 
 def read_layout(directory: Path) -> Layout:

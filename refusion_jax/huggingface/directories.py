@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,6 @@ def file_inside(directory: Path, name: str) -> Path:
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a file, but a directory or a device; put the file itself there.")
     return path
-
-
-def check_files(directory: os.PathLike[str] | str, names: Iterable[str]) -> None:
-    """Refuses a directory of whose files one leads out of it, see `file_inside`.
-
-    Raises:
-      CheckpointError: naming it.
-    """
-    for name in names:
-        file_inside(on_disk(directory), name)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from refusion_jax.config import nearest
-from refusion_jax.huggingface.errors import CheckpointError
+from refusion_jax.huggingface.errors import CheckpointError, shown
 
 
 class Fields:
@@ -100,9 +100,8 @@ class Fields:
 
     def error(self, name: str, problem: str, verb: str = "has") -> CheckpointError:
         """What to raise for a field."""
-        text = repr(self.values.get(name))
-        shown = text if len(text) <= 100 else text[:97] + "..."
-        joint = f"sets {name} to {shown}, {problem}" if verb == "sets" else f"has {name} {shown}; {problem}"
+        value = shown(repr(self.values.get(name)))
+        joint = f"sets {name} to {value}, {problem}" if verb == "sets" else f"has {name} {value}; {problem}"
         return CheckpointError(f"{self.where} {joint}.")
 
     def _get(self, name: str, default: tuple[Any, ...]) -> Any:

@@ -5,25 +5,12 @@ import re
 
 from etils import epath
 
+from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.huggingface.errors import CheckpointError
 
-# Weights as safetensors, and what describes them and the tokenizer: no pickled weights, no code.
-_PATTERNS = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-]
-_WEIGHTS = {"model*.safetensors", "model.safetensors.index.json"}
+# What is read: weights as safetensors, and what describes them and the tokenizer. No pickled weights, no code.
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_DESCRIPTIONS = ("config.json", *TOKENIZER_FILES)
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 
 
@@ -53,7 +40,7 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
             "pip install 'refusion_jax[hf]', or download it elsewhere and give the directory."
         ) from error
     try:
-        wanted = [pattern for pattern in _PATTERNS if weights or pattern not in _WEIGHTS]
+        wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
         return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted)
     except errors.GatedRepoError as error:
         problem = "is gated on the Hugging Face Hub: accept its terms there, then hf auth login"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.huggingface.directories import file_inside, on_disk, read_object
-from refusion_jax.huggingface.errors import CheckpointError
+from refusion_jax.huggingface.errors import CheckpointError, shown
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -108,13 +108,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not an index of safetensors files: it has no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            shown = f"{_shown(name)} is in {_shown(str(file))!r}"
-            raise CheckpointError(f"{path} is not an index of safetensors files: {shown}.")
+            where = f"{shown(name)} is in {shown(str(file))!r}"
+            raise CheckpointError(f"{path} is not an index of safetensors files: {where}.")
     return weight_map
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
@@ -129,7 +125,7 @@ def _files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
         if missing:
             name = str(missing[0].relative_to(directory))
             raise CheckpointError(
-                f"{directory} lacks {_shown(name)}, which {INDEX_NAME} names; download it, or the whole checkpoint "
+                f"{directory} lacks {shown(name)}, which {INDEX_NAME} names; download it, or the whole checkpoint "
                 "again."
             )
         return files

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import time
@@ -19,7 +18,7 @@ from jax.sharding import Mesh
 from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
 from refusion_jax.data import Dataset, Tokenizer, find_tokenizer, iterate, load_dataset, make_batches
 from refusion_jax.files import write_json
-from refusion_jax.huggingface import local_directory
+from refusion_jax.huggingface import local_directory, read_tokenizer
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import check_mesh, local_rows, make_mesh, put_batch
 from refusion_jax.slots import batch_from_arrays
@@ -38,7 +37,7 @@ from refusion_jax.training.run_directory import (
 )
 from refusion_jax.training.state import TrainState, init_state
 from refusion_jax.training.step import Metrics, make_eval_loss, make_run_step
-from refusion_jax.training.weights import initial_params, weights_digest
+from refusion_jax.training.weights import initial_params, is_begun_run, weights_digest
 
 SUMMARY_NAME = "summary.json"
 PROFILE_NAME = "profile"
@@ -153,21 +152,11 @@ def _begin(config: Config, state: TrainState, shardings: Any) -> TrainState:
 
 def _given_tokenizer(config: Config, workdir: epath.Path) -> Tokenizer | None:
     """The tokenizer of a run that continues, or that a new one begins with."""
-    places = [workdir / TOKENIZER_NAME]
-    if config.train.init_from:
-        begin = local_directory(config.train.init_from)
-        places += [begin / TOKENIZER_NAME, begin]
-    return next((found for place in places if (found := find_tokenizer(place, _configured_mask(place)))), None)
-
-
-def _configured_mask(directory: epath.Path) -> int | None:
-    """The mask token that a Hugging Face directory's configuration names, where there is one."""
-    try:
-        values = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):  # reading the weights says what is wrong with it
-        return None
-    token = values.get("mask_token_id") if isinstance(values, dict) else None
-    return token if type(token) is int and token >= 0 else None
+    found = find_tokenizer(workdir / TOKENIZER_NAME)
+    if found is not None or not config.train.init_from:
+        return found
+    begin = local_directory(config.train.init_from)
+    return find_tokenizer(begin / TOKENIZER_NAME) if is_begun_run(begin) else read_tokenizer(begin)
 
 
 def _claim(workdir: epath.Path, config: Config, tokenizer: Tokenizer) -> contextlib.AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.lora import init_lora, merge
 from refusion_jax.sharding import tree_shardings
 from refusion_jax.training.integrity import absolute, finished_steps, reported_damage
-from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, read_run_config
+from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME, read_run_config
 
 # Two models that differ in these only can have the same weights.
 _COMPUTED_WITH = (
@@ -95,6 +95,11 @@ def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any
 def is_run(directory: epath.Path) -> bool:
     """Whether it is a run directory, rather than a Hugging Face directory."""
     return (directory / CHECKPOINTS_NAME).is_dir()
+
+
+def is_begun_run(directory: epath.Path) -> bool:
+    """Whether it is a run directory, perhaps of a run that has no checkpoint yet."""
+    return is_run(directory) or (directory / TOKENIZER_NAME).is_dir()
 
 
 def _boxed_shapes(config: ModelConfig) -> Any:

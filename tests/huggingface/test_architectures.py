@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from refusion_jax.config import ModelConfig
-from refusion_jax.huggingface import CheckpointError, read_model_config, stated_mask_token_id
+from refusion_jax.huggingface import CheckpointError, read_model_config
+from refusion_jax.huggingface.architectures import stated_mask_token_id
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
