@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer, find_tokenizer
@@ -35,6 +35,7 @@ from refusion_jax.huggingface import (
 from refusion_jax.modeling import Transformer
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
+from refusion_jax.sharding import AXES, check_rows, check_widths, row_shares
 from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
 from refusion_jax.training.weights import is_begun_run, param_shardings, run_params
 from refusion_jax.watching import Observer, Watch
@@ -50,6 +51,7 @@ class Model:
       params: the parameter tree.
       tokenizer: None where the directory has none.
       decode: the decode settings of the run it came from, or the defaults.
+      mesh: what `params` are split over and decoding runs on; None for one device.
     """
 
     config: ModelConfig
@@ -57,6 +59,7 @@ class Model:
     params: Any
     tokenizer: Tokenizer | None
     decode: DecodeConfig
+    mesh: Mesh | None = None
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Model:
@@ -65,16 +68,17 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     Args:
       path: the directory; or a Hub name "org/name" or "org/name@revision", which names no directory here.
       dtype: "float32", "bfloat16" or "float16", for parameters and activations; by default what the checkpoint says.
-      mesh: a mesh of `sharding.make_mesh`, over which the parameters are split; by default all are on the first device.
+      mesh: a mesh of `sharding.make_mesh`, over which the parameters are split, and on which `generate` decodes: rows
+        over `data` and `fsdp`, heads over `tensor`. By default all is on the first device.
 
     Raises:
       CheckpointError: when there is no such directory or model, or it is not usable.
-      ConfigError: for an unknown dtype.
+      ConfigError: for an unknown dtype, or a mesh that cannot split the model evenly.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {brief(dtype)}, not one of {', '.join(DTYPES)}.")
     if mesh is not None:
-        _require(mesh, Mesh, "mesh", "one that sharding.make_mesh returns")
+        _check_mesh_kind(mesh)
     directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a run directory or a Hugging Face directory.")
@@ -82,16 +86,26 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
         run = read_run_config(directory)
         config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
         params = run_params(directory, run, _shardings(config, mesh), config.param_dtype)
-        return Model(config, Transformer(config), params, _run_tokenizer(directory), run.decode)
+        return Model(config, Transformer(config), params, _run_tokenizer(directory), run.decode, mesh)
     tokenizer = read_tokenizer(directory)
     config = read_model_config(directory, tokenizer, dtype)
     params = read_params(directory, config, _shardings(config, mesh))
-    return Model(config, Transformer(config), params, tokenizer, DecodeConfig())
+    return Model(config, Transformer(config), params, tokenizer, DecodeConfig(), mesh)
+
+
+def _check_mesh_kind(mesh: Any) -> None:
+    _require(mesh, Mesh, "mesh", "one that sharding.make_mesh returns")
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        axes = ", ".join(f"{name} ({kind.name})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise ConfigError(f"mesh has the axes {axes}; give one that sharding.make_mesh returns.")
 
 
 def _shardings(config: ModelConfig, mesh: Mesh | None) -> Any:
     # Without a resolved vocabulary there are no shapes yet, which run_params says.
-    return None if mesh is None or not config.vocab_size else param_shardings(config, mesh)
+    if mesh is None or not config.vocab_size:
+        return None
+    check_widths(mesh, config)
+    return param_shardings(config, mesh)
 
 
 def _run_tokenizer(workdir: epath.Path) -> Tokenizer | None:
@@ -210,7 +224,8 @@ def generate_stream(
       model: a loaded model.
       requests: the prompts.
       prompt_length, response_length: the largest of any request, in tokens (`prepare` tells them).
-      batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256.
+      batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256 for each of the devices
+        that rows are split over, which a number must be a multiple of.
       most_requests: how many requests there will be at most, where that is known; fewer rows may do then.
       num_samples: answers per prompt.
       prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
@@ -237,7 +252,7 @@ def generate_stream(
     stream = Stream(
         model.module,
         model.params,
-        rows=rows if most_requests is None else min(rows, bucket(most_requests * num_samples, 1)),
+        rows=rows if most_requests is None else min(rows, _needed_rows(model, most_requests * num_samples)),
         prompt_length=prompt_length,
         response_length=response_length,
         prefix=prefix_tokens,
@@ -246,6 +261,7 @@ def generate_stream(
         sampling=sampling,
         infilling=infilling,
         statistics=statistics,
+        mesh=model.mesh,
     )
     prepared: dict[int, Prepared] = {}
     unfinished: dict[int, int] = {}
@@ -306,10 +322,16 @@ def _check_num_samples(num_samples: int) -> None:
 def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int) -> int:
     if batch_size == "auto":
         sizes = Sizes.of(1, prompt_length, response_length, 0)
-        return fitting_rows(model.config, sizes.buffer_length, sizes.capacity)
+        return fitting_rows(model.config, sizes.buffer_length, sizes.capacity, mesh=model.mesh)
     if not is_whole(batch_size) or int(batch_size) < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once, or say 'auto'.")
+    if model.mesh is not None:
+        check_rows(model.mesh, int(batch_size), "batch_size")
     return int(batch_size)
+
+
+def _needed_rows(model: Model, responses: int) -> int:
+    return bucket(responses, 1 if model.mesh is None else row_shares(model.mesh))
 
 
 def generate(
@@ -336,7 +358,8 @@ def generate(
         `{"segments": ["def add(a, b):", {"hole": 32}, "return result"]}`.
       config: settings for all prompts or one per prompt; by default the model's own. One batch may mix any settings.
       seed: one for all prompts or one per prompt; with a prompt's index, all that sampling depends on.
-      batch_size: the most rows decoded at once, or "auto": as many as free memory holds.
+      batch_size: the most rows decoded at once, or "auto": as many as free memory holds. On a mesh a multiple of the
+        devices that rows are split over.
       num_samples: responses per prompt; they stand next to each other in the result.
       prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
       rules: the functions that decide, see docs/rules.md.
@@ -385,7 +408,7 @@ def generate(
         max(each.prompt_length for each in prepared),
         max(each.response_length for each in prepared),
     )
-    rows = min(rows, bucket(len(prompts) * num_samples, 1))
+    rows = min(rows, _needed_rows(model, len(prompts) * num_samples))
     answers: list[Answer] = []
     for group in group_by_length([each.response_length for each in prepared], rows):
         members = [prepared[index] for index in group]

@@ -20,7 +20,7 @@ exit status is 1. Answers are written as they finish and put into input order at
 goes on where it was when the same command is given again; OUTPUT.journal, beside the output, tells what is done.
 
 With --num_processes, --process_id and --coordinator_address several processes share one input, each on the devices it
-has; they need a common file system.
+has; they need a common file system. Of these devices --data_parallel and --tensor_parallel say how many it uses.
 
 Settings that are not given are those of the run.
 
@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
 from absl import flags
 
 from refusion_jax import answers, command_line
@@ -59,6 +60,7 @@ from refusion_jax.huggingface import local_directory
 from refusion_jax.processes import Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
 from refusion_jax.prompts import Prepared
+from refusion_jax.sharding import decoding_mesh
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
 # What `load` reads of a Hugging Face directory.
@@ -109,6 +111,21 @@ flags.DEFINE(
     "batch_size",
     32,
     "Responses decoded at once, or auto: as many as memory holds.",
+    flag_values=FLAGS,
+)
+flags.DEFINE_integer(
+    "data_parallel",
+    1,
+    "Devices that responses are split over, each with the whole model: of this process, or with --compile_for of the "
+    "topology; -1 for the rest.",
+    lower_bound=-1,
+    flag_values=FLAGS,
+)
+flags.DEFINE_integer(
+    "tensor_parallel",
+    1,
+    "Devices that the model is split over, by heads, feed-forward width and vocabulary; -1 for the rest.",
+    lower_bound=-1,
     flag_values=FLAGS,
 )
 flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=SEED_LIMIT - 1, flag_values=FLAGS)
@@ -175,9 +192,8 @@ def _compile(args: flags.FlagValues) -> int:
     config = args.config or described_config(args.checkpoint)
     decode = dataclasses.replace(config.decode, **_settings(args))
     rules = Rules(slot_score=SLOT_SCORES[args.slot_score])
-    return compile_decoding(
-        config, DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules), args.compile_for
-    )
+    shape = DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules)
+    return compile_decoding(config, shape, args.compile_for, args.data_parallel, args.tensor_parallel)
 
 
 def _check_flags(args: flags.FlagValues) -> None:
@@ -214,7 +230,7 @@ def _check_chat_flags(args: flags.FlagValues) -> None:
 
 
 def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
-    model = load(args.checkpoint)
+    model = load(args.checkpoint, mesh=decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices()))
     config = dataclasses.replace(model.decode, **_settings(args))
     if args.prefix:
         try:

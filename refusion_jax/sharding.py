@@ -72,6 +72,29 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(arranged, AXES)
 
 
+def decoding_mesh(data: int, tensor: int, devices: Sequence[Any]) -> Mesh:
+    """The first `data * tensor` devices as a mesh: rows over `data`, the model over `tensor`.
+
+    Args:
+      data, tensor: numbers of at least 1; one of them may be -1, for as many as there are devices left.
+      devices: to choose from.
+
+    Raises:
+      ConfigError: when there are not so many.
+    """
+    sizes = (data, tensor)
+    if -1 in sizes and max(sizes) > 0:
+        data, tensor = (len(devices) // max(sizes) if size == -1 else size for size in sizes)
+    if min(data, tensor) < 1 or data * tensor > len(devices):
+        raise ConfigError(
+            f"--data_parallel {sizes[0]} x --tensor_parallel {sizes[1]} cannot be had of {len(devices)} "
+            f"device{'s' * (len(devices) > 1)}; give numbers whose product is at most that, or -1 for one of them."
+        )
+    if data * tensor == len(devices):
+        return make_mesh(MeshConfig(data=data, fsdp=1, tensor=tensor), devices)
+    return Mesh(np.array(devices[: data * tensor]).reshape(data, 1, tensor), AXES)
+
+
 def check_mesh(mesh: Any, model: ModelConfig, rows: int, parts: int = 1) -> None:
     """Refuses what cannot be split evenly over the mesh.
 
@@ -84,22 +107,45 @@ def check_mesh(mesh: Any, model: ModelConfig, rows: int, parts: int = 1) -> None
     Raises:
       ConfigError: naming the value and sizes that would do.
     """
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-    shares = mesh.shape["data"] * fsdp
-    if rows % shares:
-        raise ConfigError(
-            f"train.batch_size is {rows}, not divisible by the {shares} devices that its rows are split over "
-            f"(mesh.data x mesh.fsdp); use {max(rows // shares, 1) * shares}."
-        )
+    check_rows(mesh, rows, "train.batch_size")
+    shares = row_shares(mesh)
     if rows // shares % parts:
         raise ConfigError(
             f"train.accumulate_steps is {parts}, which does not divide the {rows // shares} rows of a batch that each "
             f"device has; it may be {_divisors(rows // shares, rows)}."
         )
+    check_widths(mesh, model)
+
+
+def row_shares(mesh: Any) -> int:
+    """How many devices of a mesh the rows of a batch are split over."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def check_rows(mesh: Any, rows: int, name: str) -> None:
+    """Refuses a number of rows, called `name`, of which not every device can have as many.
+
+    Raises:
+      ConfigError: naming a number that would do.
+    """
+    if rows % (shares := row_shares(mesh)):
+        raise ConfigError(
+            f"{name} is {rows}, not divisible by the {shares} devices that its rows are split over "
+            f"(mesh.data x mesh.fsdp); use {max(rows // shares, 1) * shares}."
+        )
+
+
+def check_widths(mesh: Any, model: ModelConfig) -> None:
+    """Refuses a model whose widths cannot be split evenly over the mesh.
+
+    Raises:
+      ConfigError: naming the value and sizes that would do.
+    """
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     if model.hidden_size % fsdp:
         raise ConfigError(
             f"model.hidden_size is {model.hidden_size}, not divisible by the {fsdp} devices of the fsdp axis; "
-            f"mesh.fsdp may be {_divisors(model.hidden_size, shares)}."
+            f"mesh.fsdp may be {_divisors(model.hidden_size, row_shares(mesh))}."
         )
     widths = (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
     if any(width % tensor for width in widths):

@@ -5,18 +5,20 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import refusion_jax as rf
 from refusion_jax import api
 from refusion_jax.config import MeshConfig
 from refusion_jax.data import load_tokenizer
 from refusion_jax.responses import Detokenizer
-from refusion_jax.sharding import make_mesh
+from refusion_jax.sharding import AXES, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,16 +68,24 @@ def test_load_a_hugging_face_directory(tmp_path, tiny_run):
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint"])
-def test_load_in_another_type_onto_a_mesh(kind, tiny_run):
+def test_load_in_another_type_onto_a_mesh(kind, tiny_run, monkeypatch):
     path = tiny_run if kind == "run" else REFERENCE / "checkpoint"
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     plain, model = rf.load(path), rf.load(path, dtype="bfloat16", mesh=mesh)
     assert model.config == dataclasses.replace(plain.config, dtype="bfloat16", param_dtype="bfloat16")
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(model.params))
+    assert model.mesh is mesh and plain.mesh is None
     halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), plain.params)
     jax.tree.map(np.testing.assert_array_equal, model.params, halved)
     with pytest.raises(rf.ConfigError, match="dtype is 'int8', not one of float32, bfloat16, float16"):
         rf.load(path, dtype="int8")
+    for other in (jax.make_mesh((1,), ("data",)), jax.make_mesh((1, 1, 1), AXES, (AxisType.Explicit,) * 3)):
+        with pytest.raises(rf.ConfigError, match=r"^mesh has the axes data \(.*\); give one that sharding\.make_mesh"):
+            rf.load(path, mesh=other)
+    divided = SimpleNamespace(shape={"data": 1, "fsdp": 1, "tensor": 3}, size=3)
+    monkeypatch.setattr(api, "_check_mesh_kind", lambda mesh: None)
+    with pytest.raises(rf.ConfigError, match=r"^mesh\.tensor is 3, which does not divide the model's"):
+        rf.load(path, mesh=divided)
 
 
 def test_load_errors(tmp_path, copied_run):
@@ -233,7 +243,7 @@ def test_a_batch_as_large_as_memory_holds(model, answers, monkeypatch):
     """But no larger than there are prompts."""
     asked, statistics = [], rf.Statistics()
 
-    def fitting(config, buffer_length, width):
+    def fitting(config, buffer_length, width, mesh):
         asked.append((config, buffer_length, width))
         return 64
 
@@ -242,7 +252,7 @@ def test_a_batch_as_large_as_memory_holds(model, answers, monkeypatch):
     config, buffer_length, width = asked[-1]
     assert config == model.config and width >= 16 and buffer_length == 32 + width
     assert statistics.row_forwards == 4 * statistics.iterations
-    monkeypatch.setattr(api, "fitting_rows", lambda *arguments: 4)
+    monkeypatch.setattr(api, "fitting_rows", lambda *arguments, **options: 4)
     assert rf.generate(model, PROMPTS * 3, batch_size="auto").tokens == answers.tokens * 3
 
 

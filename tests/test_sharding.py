@@ -33,6 +33,7 @@ from refusion_jax.sharding import (
     RULES,
     check_mesh,
     constrain,
+    decoding_mesh,
     local_rows,
     make_mesh,
     put_batch,
@@ -252,6 +253,30 @@ def test_meshes_that_do_not_use_every_device_are_refused(sizes):
         make_mesh(MeshConfig(*sizes), devices())
     data, fsdp, tensor = (*sizes, 1)[:3]
     assert f"mesh.data {data} x mesh.fsdp {fsdp} x mesh.tensor {tensor} does not make 8 devices" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((1, 1), (1, 1, 1)),
+        ((2, 1), (2, 1, 1)),
+        ((1, 3), (1, 1, 3)),
+        ((4, 2), (4, 1, 2)),
+        ((-1, 2), (4, 1, 2)),
+        ((3, -1), (3, 1, 2)),
+    ],
+)
+def test_decoding_takes_the_first_devices(sizes, shape):
+    mesh = decoding_mesh(*sizes, devices())
+    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.devices.shape == shape
+    assert [device.id for device in mesh.devices.reshape(-1)] == list(range(math.prod(shape)))
+
+
+@pytest.mark.parametrize("sizes", [(-1, -1), (0, 1), (1, 0), (3, 3), (-1, 9), (0, -1)])
+def test_decoding_on_devices_that_are_not_there_is_refused(sizes):
+    shown = f"^--data_parallel {sizes[0]} x --tensor_parallel {sizes[1]} cannot be had of 8 devices; give numbers"
+    with pytest.raises(ConfigError, match=shown):
+        decoding_mesh(*sizes, devices())
 
 
 def test_the_default_mesh_has_all_devices():

@@ -17,6 +17,7 @@ from refusion_jax.compilation.programs import (
 from refusion_jax.compilation.report import GB, Report, compile_program, describe, summary
 from refusion_jax.compilation.topologies import Topology, read_topology, require_compiler, topology_devices
 from refusion_jax.config import Config
+from refusion_jax.sharding import decoding_mesh
 
 _MOST_REMEDIES = 2
 _MORE_CHIPS = "a topology with more chips, or with larger ones"
@@ -42,21 +43,21 @@ def compile_training(config: Config, name: str) -> int:
     return _in_child(work)
 
 
-def compile_decoding(config: Config, shape: DecodeShape, name: str) -> int:
-    """Compiles the prefill and the decode loop for one chip of the topology `name`, like `compile_training`.
+def compile_decoding(config: Config, shape: DecodeShape, name: str, data: int = 1, tensor: int = 1) -> int:
+    """Compiles the prefill and the decode loop for chips of the topology `name`, like `compile_training`.
 
     Args:
       config: whose `model` decodes.
       shape: what it decodes at once.
       name: of the topology.
+      data, tensor: chips that rows, and the model, are split over; one of them may be -1, the rest.
     """
     topology = read_topology(name)
     require_compiler()
 
     def work() -> int:
-        model, device = _with_vocabulary(config).model, topology_devices(topology)[0]
-        programs = decode_programs(model, shape, device, topology.chip.hbm_bytes)
-        print(f"Decoding runs on one chip: this is what one of the {topology.chips} computes.")
+        model, mesh = _with_vocabulary(config).model, decoding_mesh(data, tensor, topology_devices(topology))
+        programs = decode_programs(model, shape, mesh, topology.chip.hbm_bytes)
         return _compile(topology, programs, lambda report: decoding_remedies(shape, report))
 
     return _in_child(work)
@@ -130,6 +131,7 @@ def decoding_remedies(shape: DecodeShape, report: Report) -> list[str]:
     """What may make decoding smaller, the least costly first."""
     if report.program.held["parameters"] >= report.topology.chip.hbm_bytes:
         return ["a chip with more memory: the parameters alone are too large for this one"]
-    rows = shape.batch_size
-    fewer = [f"--batch_size={rows // 2}"] if isinstance(rows, int) and rows > 1 else []
+    rows, shares = shape.batch_size, report.program.mesh["data"] * report.program.mesh["fsdp"]
+    half = rows // 2 // shares * shares if isinstance(rows, int) else 0
+    fewer = [f"--batch_size={half}"] if half else []
     return [*fewer, "a smaller --gen_length or --compile_prompt_length", "a chip with more memory"]

@@ -9,18 +9,28 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
 from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import max_segments
 from refusion_jax.decoding.batching import Sizes, make_request, query_shapes
 from refusion_jax.decoding.kv_cache import CHUNK
 from refusion_jax.decoding.memory import fitting_rows
+from refusion_jax.decoding.placement import buffer_shardings
 from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state
 from refusion_jax.decoding.rules import Rules
 from refusion_jax.huggingface import local_directory, read_model_config
 from refusion_jax.modeling import Transformer
-from refusion_jax.sharding import batch_sharding, check_mesh, make_mesh, replicated
+from refusion_jax.sharding import (
+    batch_sharding,
+    check_mesh,
+    check_rows,
+    check_widths,
+    make_mesh,
+    replicated,
+    row_shares,
+    tree_shardings,
+)
 from refusion_jax.slots import Batch
 from refusion_jax.training.flops import flops_per_token, forward_flops_per_token
 from refusion_jax.training.optimizer import make_optimizer
@@ -138,17 +148,18 @@ class DecodeShape:
     rules: Rules
 
 
-def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: int) -> list[AbstractProgram]:
-    """The two programs of a stream on one chip: the prefill that gives rows to prompts, and the decode loop.
+def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: int) -> list[AbstractProgram]:
+    """The two programs of a stream: the prefill that gives rows to prompts, and the decode loop.
 
     The loop stands for one forward of the widest shape, with as much committed as it can be.
 
     Args:
       model: with a vocabulary. shape: what the stream is made for.
-      device: one of a topology. free: its memory, in bytes.
+      mesh: of devices of a topology. free: the memory of each, in bytes.
 
     Raises:
-      ConfigError: when prompt and response are longer than the model's positions.
+      ConfigError: when prompt and response are longer than the model's positions, or model or rows cannot be split over
+        the mesh.
     """
     needed = shape.prompt_length + shape.config.rounded_length
     if needed > model.context_length:
@@ -156,30 +167,41 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: i
             f"--compile_prompt_length {shape.prompt_length} and gen_length {shape.config.gen_length} are together more "
             f"than the {model.context_length} positions of the model; shorten one."
         )
-    where = SingleDeviceSharding(device)
+    check_widths(mesh, model)
+    where, shares = replicated(mesh), row_shares(mesh)
 
-    def place(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
+    def put(leaf: Any, sharding: NamedSharding = where) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
-    params = place(nn.unbox(jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]))
+    boxed = jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]
+    params = jax.tree.map(put, nn.unbox(boxed), tree_shardings(boxed, mesh))
     suppressed = len(config.suppress_ids) + 2 * config.suppress_special
     sizes_of = functools.partial(
-        Sizes.of, prompt_length=shape.prompt_length, response_length=config.rounded_length, suppressed=suppressed
+        Sizes.of,
+        prompt_length=shape.prompt_length,
+        response_length=config.rounded_length,
+        suppressed=suppressed,
+        shares=shares,
     )
     rows = shape.batch_size
     if rows == "auto":
         one = sizes_of(1)
-        rows = fitting_rows(model, one.buffer_length, one.capacity, free - chip_bytes(params))
+        rows = fitting_rows(model, one.buffer_length, one.capacity, free - chip_bytes(params), mesh)
     assert isinstance(rows, int)
+    check_rows(mesh, rows, "batch_size")
     sizes = sizes_of(rows)
     capacity, prompt_length, buffer_length = sizes.capacity, sizes.prompt_length, sizes.buffer_length
     infilling = config.algorithm == "paper"
-    program = Program(module, query_shapes(rows, capacity), shape.rules, config.temperature > 0, infilling)
-    state = place(jax.eval_shape(lambda: empty_state(program, rows, capacity, buffer_length)))
+    shapes = query_shapes(rows, capacity, shares)
+    program = Program(module, shapes, shape.rules, config.temperature > 0, infilling, split=True)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(lambda: empty_state(program, rows, capacity, buffer_length))
+    cache = jax.tree.map(put, state.cache, buffer_shardings(state.cache, mesh))
+    state = jax.tree.map(put, state.replace(cache=None)).replace(cache=cache)
 
     def request(count: int) -> Any:
-        return place(make_request([], count, capacity, sizes.suppressed, 0, model))
+        return jax.tree.map(put, make_request([], count, capacity, sizes.suppressed, 0, model))
 
     def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=where)
@@ -192,16 +214,18 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, device: Any, free: i
 
     def compile_admit() -> Any:
         arguments = (prompts, prompts, few, few, request(admission), request(rows), state)
-        return admit.lower(module, params, None, *arguments).compile()
+        with jax.set_mesh(mesh):
+            return admit.lower(module, params, None, *arguments, split=True).compile()
 
     def compile_loop() -> Any:
-        return decode_loop.lower(program, params, None, request(rows), state, number, number).compile()
+        with jax.set_mesh(mesh):
+            return decode_loop.lower(program, params, None, request(rows), state, number, number).compile()
 
     def described(name: str, compile: Any, tokens: int, keys: int, trips: tuple[int, ...]) -> AbstractProgram:
         flops = tokens * forward_flops_per_token(model, keys)
-        return AbstractProgram(name, compile, {"data": 1, "fsdp": 1, "tensor": 1}, held, tokens, flops, trips)
+        return AbstractProgram(name, compile, dict(mesh.shape), held, tokens, flops, trips)
 
-    commits = rows * -(-width // min(CHUNK, width))
+    commits = rows // shares * -(-width // min(CHUNK, width))
     return [
         # Prompts are not unembedded: only their keys and values are wanted.
         described("prefill", compile_admit, admission * prompt_length, prompt_length, ()),

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding.generation import Answer, Generation, Row, Statistics, read_row
@@ -31,6 +31,7 @@ from refusion_jax.decoding.refusion import (
 )
 from refusion_jax.decoding.rules import DEFAULT_RULES, Rules
 from refusion_jax.modeling import KVCache, Transformer
+from refusion_jax.sharding import check_rows, check_widths, replicated, row_shares
 
 MIN_PROMPT_BUCKET = 32
 MIN_RESPONSE_BUCKET = 64
@@ -54,11 +55,12 @@ def bucket(size: int, minimum: int) -> int:
     return minimum
 
 
-def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
+def query_shapes(rows: int, capacity: int, shares: int = 1) -> tuple[tuple[int, int], ...]:
     """The (tokens, width) pairs a decode is compiled for, cheapest first.
 
     Widths are powers of two. With several rows their queries differ in length, so each width also comes with fewer
-    tokens than full rows would have: the dense layers then run on packed tokens.
+    tokens than full rows would have: the dense layers then run on packed tokens. Not where rows are split over several
+    devices (`shares`): tokens of one line would have to change places in every layer.
     """
     # Among many rows one with a longer query is always there.
     narrowest = min(MIN_WIDTH if rows < MANY_ROWS else 2 * MIN_WIDTH, bucket(capacity, MIN_WIDTH))
@@ -67,7 +69,9 @@ def query_shapes(rows: int, capacity: int) -> tuple[tuple[int, int], ...]:
     for width in widths:
         full = rows * width
         packed = (full * quarters // 4 for quarters in PACKED_QUARTERS)
-        shapes |= {(full, width)} | {(tokens, width) for tokens in packed if tokens >= max(width, MIN_TOKENS)}
+        shapes.add((full, width))
+        if shares == 1:
+            shapes |= {(tokens, width) for tokens in packed if tokens >= max(width, MIN_TOKENS)}
     return tuple(sorted(shapes))
 
 
@@ -150,13 +154,13 @@ class Sizes:
     admission: int
 
     @classmethod
-    def of(cls, rows: int, prompt_length: int, response_length: int, suppressed: int) -> "Sizes":
-        """The sizes of a stream of so many rows, from the largest of its jobs."""
+    def of(cls, rows: int, prompt_length: int, response_length: int, suppressed: int, shares: int = 1) -> "Sizes":
+        """The sizes of a stream of so many rows, from the largest of its jobs; `shares` devices have equally many."""
         return cls(
             bucket(prompt_length, MIN_PROMPT_BUCKET),
             _capacity(response_length),
             bucket(suppressed, 4) if suppressed else 0,
-            max(1, rows // ROWS_PER_ADMISSION),
+            shares * max(1, rows // shares // ROWS_PER_ADMISSION),
         )
 
     @property
@@ -184,6 +188,10 @@ class Stream:
       sampling, infilling: whether any job has a temperature, or the algorithm "paper"; programs for neither are
         smaller.
       statistics: an object to add to.
+      mesh: one of `sharding.make_mesh`, over which the parameters are split; rows and key heads are, too.
+
+    Raises:
+      ConfigError: when the mesh cannot split the rows, or the model, evenly.
     """
 
     def __init__(
@@ -200,22 +208,34 @@ class Stream:
         sampling: bool = True,
         infilling: bool = True,
         statistics: Statistics | None = None,
+        mesh: Mesh | None = None,
     ):
+        self._mesh, self._shares = mesh, 1
+        if mesh is not None:
+            check_rows(mesh, rows, "rows")
+            check_widths(mesh, module.config)
+            self._shares = row_shares(mesh)
         self.statistics = Statistics() if statistics is None else statistics
         self._measured = statistics is not None
         self._params, self._model = params, module.config
-        sizes = Sizes.of(rows, prompt_length, response_length, suppressed)
+        sizes = Sizes.of(rows, prompt_length, response_length, suppressed, self._shares)
         self._prompt_length, self._capacity = sizes.prompt_length, sizes.capacity
         self._suppressed, self._admission = sizes.suppressed, sizes.admission
-        self._program = Program(module, query_shapes(rows, self._capacity), rules, sampling, infilling)
+        shapes = query_shapes(rows, self._capacity, self._shares)
+        self._program = Program(module, shapes, rules, sampling, infilling, split=mesh is not None)
         self._jobs: list[Job | None] = [None] * rows
         self._waiting: collections.deque[Job] = collections.deque()
         self._reasons: dict[tuple[int, int], str] = {}
         with self._timed("prefill_seconds"):
             self._prefix = self._prefill_prefix(prefix) if len(prefix) else None
             self._offset = len(prefix)
-            state = empty_state(self._program, rows, self._capacity, sizes.buffer_length)
-            self._request, self._state = _beside(params, (jax.device_put(self._lay_out([], rows)), state))
+            request = jax.device_put(self._lay_out([], rows))
+            with self._on_mesh():
+                state = empty_state(self._program, rows, self._capacity, sizes.buffer_length)
+            if mesh is None:
+                self._request, self._state = _beside(params, (request, state))
+            else:
+                self._request, self._state = jax.device_put(request, replicated(mesh)), state
 
     def submit(self, job: Job) -> None:
         """Puts a job in line.
@@ -277,7 +297,8 @@ class Stream:
                 self._admit()
             cancelled = np.array([job is not None and job.name in self._reasons for job in self._jobs])
             if cancelled.any():
-                self._state = release(self._state, cancelled)
+                with self._on_mesh():
+                    self._state = release(self._state, cancelled)
             if self._measured:
                 jax.block_until_ready(self._state.open)  # to tell prefill from decoding
         occupied = sum(job is not None for job in self._jobs)
@@ -285,9 +306,10 @@ class Stream:
         batch = self._admission if self._waiting else max(self._admission, occupied // 4)
         with self._timed("decode_seconds"):
             limits = np.int32(max(1, occupied - batch + 1)), np.int32(most_iterations)
-            self._state, work = decode_loop(
-                self._program, self._params, self._prefix, self._request, self._state, *limits
-            )
+            with self._on_mesh():
+                self._state, work = decode_loop(
+                    self._program, self._params, self._prefix, self._request, self._state, *limits
+                )
             fetched, work = jax.device_get((self._state.replace(cache=None), work))
         iterations = int(work.iterations)
         self.statistics.iterations += iterations
@@ -339,36 +361,57 @@ class Stream:
 
     def _admit(self) -> None:
         """Starts the next jobs, as many as one prefill takes."""
-        free = [row for row, job in enumerate(self._jobs) if job is None][: self._admission]
-        jobs = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
+        places = self._free_places()[: len(self._waiting)]
+        jobs = [self._waiting.popleft() for _ in places]
         length = bucket(max(job.layout.prompt_length for job in jobs), MIN_PROMPT_BUCKET)
         tokens = np.full((self._admission, length), self._model.pad_token_id, np.int32)
         position_ids = np.zeros_like(tokens)
         lengths = np.zeros(self._admission, np.int32)
         rows = np.full(self._admission, len(self._jobs), np.int32)
-        for index, (row, job) in enumerate(zip(free, jobs, strict=False)):
+        for (index, row), job in zip(places, jobs, strict=True):
             count = job.layout.prompt_length
             tokens[index, :count] = job.layout.tokens
             position_ids[index, :count] = self._offset + job.layout.token_position_ids
             lengths[index], rows[index] = count, row
             self._jobs[row] = job
         asked = self._lay_out(jobs, self._admission)
-        self._request, self._state = admit(
-            self._program.module,
-            self._params,
-            self._prefix,
-            *(tokens, position_ids, lengths, rows, asked),
-            self._request,
-            self._state,
-        )
+        if self._shares > 1:
+            taken = [index for index, _ in places]
+            order = np.argsort([*taken, *sorted(set(range(self._admission)) - set(taken))])
+            asked = jax.tree.map(lambda values: np.asarray(values)[order], asked)
+        with self._on_mesh():
+            self._request, self._state = admit(
+                self._program.module,
+                self._params,
+                self._prefix,
+                *(tokens, position_ids, lengths, rows, asked),
+                self._request,
+                self._state,
+                split=self._program.split,
+            )
+
+    def _free_places(self) -> list[tuple[int, int]]:
+        """For each prompt that one prefill can take, its index among them and the free row for it, on one device."""
+        prompts, rows = self._admission // self._shares, len(self._jobs) // self._shares
+        places: list[tuple[int, int]] = []
+        for share in range(self._shares):
+            free = [row for row in range(share * rows, (share + 1) * rows) if self._jobs[row] is None]
+            places += enumerate(free[:prompts], share * prompts)
+        return places
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _lay_out(self, jobs: Sequence[Job], rows: int) -> Request:
         return make_request(jobs, rows, self._capacity, self._suppressed, self._offset, self._model)
 
     def _prefill_prefix(self, prefix: Sequence[int]) -> KVCache:
-        tokens = np.full((1, bucket(len(prefix), MIN_PROMPT_BUCKET)), self._model.pad_token_id, np.int32)
-        tokens[0, : len(prefix)] = prefix
-        return prefill_prefix(self._program.module, self._params, tokens, np.array([len(prefix)], np.int32))
+        width = bucket(len(prefix), MIN_PROMPT_BUCKET)
+        tokens = np.full((self._shares, width), self._model.pad_token_id, np.int32)
+        tokens[:, : len(prefix)] = prefix
+        length, split = np.array([len(prefix)], np.int32), self._program.split
+        with self._on_mesh():
+            return prefill_prefix(self._program.module, self._params, tokens, length, split=split)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -497,11 +540,12 @@ def decode_jobs(
 
     Args:
       batch_size: the most rows to decode at once.
-      options: `prefix`, `rules` and `statistics` of a `Stream`.
+      options: `prefix`, `rules`, `statistics` and `mesh` of a `Stream`.
     """
     yield from (unstarted(job) for job in jobs if not job.layout.response_length)
     pending = [job for job in jobs if job.layout.response_length]
-    rows = min(batch_size, bucket(len(pending), 1))
+    mesh = options.get("mesh")
+    rows = min(batch_size, bucket(len(pending), 1 if mesh is None else row_shares(mesh)))
     for group in group_by_length([job.layout.response_length for job in pending], rows):
         members = [pending[index] for index in group]
         stream = Stream(
@@ -534,7 +578,7 @@ def decode_prompts(
       configs: one per prompt.
       seed: with a prompt's index in the list, all that its random draws depend on.
       batch_size: the most rows to decode at once.
-      options: `prefix`, `rules` and `statistics` of a `Stream`.
+      options: `prefix`, `rules`, `statistics` and `mesh` of a `Stream`.
 
     Raises:
       ConfigError: naming the first prompt that cannot be decoded.

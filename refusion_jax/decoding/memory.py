@@ -4,10 +4,12 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from refusion_jax.config import ModelConfig
+from refusion_jax.sharding import row_shares
 
-MOST_ROWS = 256  # more rows than that hardly raise any device's throughput
+MOST_ROWS = 256  # of a device: more hardly raise any one's throughput
 SHARE = 0.7  # of free memory; the rest is for the allocator's gaps and what the formula leaves out
 UNKNOWN_FREE = 4 * 2**30  # bytes, where neither the device nor the system says
 
@@ -18,34 +20,48 @@ def kv_bytes(config: ModelConfig, rows: int, length: int) -> int:
     return numbers * jnp.dtype(config.dtype).itemsize
 
 
-def row_bytes(config: ModelConfig, buffer_length: int, width: int) -> int:
+def row_bytes(config: ModelConfig, buffer_length: int, width: int, tensor: int = 1) -> int:
     """Bytes that one row takes while it decodes: its KV, its query's KV, and the temporaries of one forward.
 
     Args:
       buffer_length: KV entries. width: the longest query.
+      tensor: devices that heads, feed-forward width and vocabulary are split over; what each of them has.
     """
-    kv = kv_bytes(config, 1, buffer_length + 2 * width)
-    logits = 4 * 3 * width * config.vocab_size
-    attention = 4 * 3 * config.num_attention_heads * width * (buffer_length + width)
-    activations = 4 * width * (6 * config.hidden_size + 3 * config.intermediate_size)
+    kv = kv_bytes(config, 1, buffer_length + 2 * width) // tensor
+    logits = 4 * 3 * width * config.vocab_size // (tensor if config.vocab_size % tensor == 0 else 1)
+    attention = 4 * 3 * config.num_attention_heads * width * (buffer_length + width) // tensor
+    activations = 4 * width * (6 * config.hidden_size + 3 * config.intermediate_size // tensor)
     return kv + logits + attention + activations
 
 
-def free_bytes() -> int:
-    """Memory that is free on the default device; the machine's where the device is the CPU."""
-    statistics = jax.local_devices()[0].memory_stats()
-    if statistics and "bytes_limit" in statistics:
-        return statistics["bytes_limit"] - statistics["bytes_in_use"]
+def free_bytes(mesh: Mesh | None = None) -> int:
+    """Memory that is free on the default device, or on each of this process's devices of a mesh.
+
+    CPUs have their share of the machine's.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    statistics = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in each for each in statistics):
+        return min(each["bytes_limit"] - each["bytes_in_use"] for each in statistics)
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     except (ValueError, OSError):  # not every system knows
         return UNKNOWN_FREE
 
 
-def fitting_rows(config: ModelConfig, buffer_length: int, width: int, free: int | None = None) -> int:
-    """The largest power of two of rows that fit into `free` bytes (by default what is free now), at least 1."""
-    free = free_bytes() if free is None else free
+def fitting_rows(
+    config: ModelConfig, buffer_length: int, width: int, free: int | None = None, mesh: Mesh | None = None
+) -> int:
+    """How many rows fit: on each device the largest power of two, at least 1.
+
+    Args:
+      config: the model's. buffer_length: KV entries of a row. width: the longest query.
+      free: bytes that each device has for them; by default what is free now.
+      mesh: of the devices; by default it is one.
+    """
+    free = free_bytes(mesh) if free is None else free
+    tensor, shares = (1, 1) if mesh is None else (mesh.shape["tensor"], row_shares(mesh))
     rows = 1
-    while rows < MOST_ROWS and 2 * rows * row_bytes(config, buffer_length, width) <= SHARE * free:
+    while rows < MOST_ROWS and 2 * rows * row_bytes(config, buffer_length, width, tensor) <= SHARE * free:
         rows *= 2
-    return rows
+    return rows * shares

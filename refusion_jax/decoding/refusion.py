@@ -25,6 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.decoding.kv_cache import commit, empty_cache, write_prompts
+from refusion_jax.decoding.placement import (
+    commit_own,
+    hand_over,
+    split_heads,
+    split_rows,
+    split_state,
+    write_own_prompts,
+)
 from refusion_jax.decoding.rules import DEFAULT_RULES, Rules, Verification
 from refusion_jax.decoding.sampling import Reading, filter_logits, gumbel_noise, read_logits, suppress
 from refusion_jax.modeling import ALL_GROUPS, KVCache, Packing, Transformer, Visibility
@@ -133,6 +141,8 @@ class Program:
       rules: the functions that decide.
       sampling: whether any row may have a temperature.
       infilling: whether any row may decode with the published algorithm.
+      split: whether rows and heads are split over the mesh in use, which has to divide both. Rows of several devices
+        cannot be packed: every shape is then `batch * width` tokens.
     """
 
     module: Transformer
@@ -140,6 +150,7 @@ class Program:
     rules: Rules = DEFAULT_RULES
     sampling: bool = True
     infilling: bool = True
+    split: bool = False
 
 
 # ---- small helpers over offsets; a missing offset is `capacity` ----------------------------------------------------
@@ -269,10 +280,11 @@ def _forward(
         sources = jnp.zeros(num_tokens, jnp.int32).at[flat].set(rows * width + index, mode="drop")
         packing = Packing(sources, places)
     else:
-        begins, sources, packing = rows * width, jnp.arange(batch * width, dtype=jnp.int32), None
+        packing = None
 
     def in_line(values: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(values, (batch, width)).reshape(-1)[sources]
+        line = jnp.broadcast_to(values, (batch, width)).reshape(-1)
+        return line if packing is None else line[packing.sources]
 
     tokens = in_line(_at(jnp.where(masked, module.config.mask_token_id, state.tokens), offsets))
     position_ids = in_line(_at(request.position_ids, offsets))
@@ -291,8 +303,13 @@ def _forward(
     scores = _scores(program, request, state, logits, line_of_rows, target_positions)
     confidence = program.rules.slot_score.token
     reading = read_logits(logits, scores, in_line(_at(state.tokens, target)), confidence)
-    source = jnp.clip(begins + place - ~masked, 0, num_tokens - 1)
-    reading = jax.tree.map(lambda values: values[source], reading)
+    predicted_by = place - ~masked
+    if packing is None:
+        source = jnp.clip(predicted_by, 0, width - 1)
+        reading = jax.tree.map(lambda values: _at(values.reshape(batch, width), source), reading)
+    else:
+        source = jnp.clip(begins + predicted_by, 0, num_tokens - 1)
+        reading = jax.tree.map(lambda values: values[source], reading)
     spare = max(width for _, width in program.shapes) - width
     padded = [jnp.pad(part, ((0, 0), (0, 0), (0, 0), (0, spare), (0, 0))) for part in kv]
     return reading, (padded[0], padded[1])
@@ -480,7 +497,7 @@ def empty_state(program: Program, batch: int, capacity: int, buffer_length: int)
     zeros = jnp.zeros((batch, capacity), jnp.int32)
     nothing = jnp.zeros((batch, capacity), jnp.bool_)
     counts = jnp.zeros(batch, jnp.int32)
-    return DecodeState(
+    state = DecodeState(
         tokens=zeros,
         probabilities=jnp.zeros((batch, capacity), jnp.float32),
         committed=nothing,
@@ -497,22 +514,27 @@ def empty_state(program: Program, batch: int, capacity: int, buffer_length: int)
         events=counts,
         cache=empty_cache(program.module.config, batch, buffer_length),
     )
+    return hand_over(state) if program.split else state
 
 
-@functools.partial(jax.jit, static_argnames="module")
-def prefill_prefix(module: Transformer, params: Any, tokens: jax.Array, length: jax.Array) -> KVCache:
+@functools.partial(jax.jit, static_argnames=("module", "split"))
+def prefill_prefix(
+    module: Transformer, params: Any, tokens: jax.Array, length: jax.Array, split: bool = False
+) -> KVCache:
     """The KV of text that stands before every prompt: a buffer of batch 1.
 
     Args:
-      tokens: (1, width) int32, padded at the end. length: (1,) int32.
+      tokens: (copies, width) int32, padded at the end; one copy for each device that rows are split over.
+      length: (1,) int32. split: as `Program.split`.
     """
-    position_ids = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    position_ids = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     visibility = Visibility.causal(*tokens.shape)
     _, kv = module.apply({"params": params}, tokens, position_ids, visibility, (), True, method="encode")
-    return KVCache(keys=kv[0], values=kv[1], lengths=length)
+    cache = KVCache(keys=kv[0][:, :1], values=kv[1][:, :1], lengths=length)
+    return split_heads(cache) if split else cache
 
 
-@functools.partial(jax.jit, static_argnames="module", donate_argnames=("request", "state"))
+@functools.partial(jax.jit, static_argnames=("module", "split"), donate_argnames=("request", "state"))
 def admit(
     module: Transformer,
     params: Any,
@@ -524,15 +546,17 @@ def admit(
     asked: Request,
     request: Request,
     state: DecodeState,
+    split: bool = False,
 ) -> tuple[Request, DecodeState]:
     """Computes the KV of prompts and gives each a row to start in.
 
     Args:
       module, params: the model. prefix: what stands before every prompt.
       prompts, position_ids: (prompts, width) int32, padded at the end. lengths: (prompts,) int32.
-      rows: (prompts,) int32, the finished row that each takes; one beyond the batch for a prompt that is none.
+      rows: (prompts,) int32, the finished row that each takes; one beyond the batch for a prompt that is none. Where
+        rows are split, prompts are split like them, and each takes one of its own device's.
       asked: what the prompts ask for, a `Request` of `prompts` rows.
-      request, state: the batch's; donated.
+      request, state: the batch's; donated. split: as `Program.split`.
     """
     visibility = Visibility.causal(*prompts.shape)
     caches = () if prefix is None else (prefix,)
@@ -545,9 +569,10 @@ def admit(
     request = jax.tree.map(take_rows, request, asked)
     fresh = jax.tree.map(lambda old: jnp.zeros((len(rows), *old.shape[1:]), old.dtype), state.replace(cache=None))
     fresh = fresh.replace(open=asked.is_response)
-    cache = write_prompts(state.cache, kv, rows, lengths)
+    cache = (write_own_prompts if split else write_prompts)(state.cache, kv, rows, lengths)
     state = jax.tree.map(take_rows, state.replace(cache=None), fresh).replace(cache=cache)
-    return request, _look_ahead(request, state)
+    state = _look_ahead(request, state)
+    return (constrain_whole(request), hand_over(state)) if split else (request, state)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -578,6 +603,9 @@ def decode_loop(
       most_iterations: () int32, ends after so many.
     """
     batch = state.tokens.shape[0]
+    if program.split:
+        request, state = split_rows(request), split_state(state)
+    append = commit_own if program.split else commit
     sizes, widths = (jnp.array(column, jnp.int32) for column in zip(*program.shapes, strict=True))
 
     def goes_on(carry: tuple[DecodeState, Work]) -> jax.Array:
@@ -598,7 +626,7 @@ def decode_loop(
             committed=state.committed | accepted,
             commit_forwards=jnp.where(accepted, state.forwards[:, None], state.commit_forwards),
             forwards=state.forwards + running,
-            cache=commit(cache, kv, jnp.sum(accepted, axis=1)),
+            cache=append(cache, kv, jnp.sum(accepted, axis=1)),
         )
         work = Work(
             iterations=work.iterations + 1,
@@ -607,10 +635,13 @@ def decode_loop(
             needed_positions=work.needed_positions + jnp.sum(lengths),
         )
         after = _look_ahead(request, after)
+        after = split_state(after) if program.split else after
         # Arrays made of Python numbers have weak types; a state with other types would compile everything again.
         return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state), work
 
     none = jnp.zeros((), jnp.int32)
     state, work = jax.lax.while_loop(goes_on, iterate, (state, Work(none, none, none, none)))
+    if program.split:
+        return hand_over(state), constrain_whole(work)
     # The host reads all but the buffer, also where the parameters are split over several processes.
     return constrain_whole(state.replace(cache=None)).replace(cache=state.cache), constrain_whole(work)

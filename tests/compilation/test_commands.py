@@ -19,6 +19,7 @@ from refusion_jax.compilation.programs import (
 )
 from refusion_jax.config import Config, ConfigError, DataConfig, DecodeConfig, ModelConfig, TrainConfig
 from refusion_jax.decoding import Rules
+from refusion_jax.sharding import AXES, decoding_mesh
 from refusion_jax.training.flops import flops_per_token
 
 MODEL = ModelConfig(
@@ -31,6 +32,7 @@ CONFIG = Config(
     train=TrainConfig(batch_size=8, accumulate_steps=2, loss_chunk=100),
     decode=DecodeConfig(gen_length=32),
 )
+ONE_CHIP = decoding_mesh(1, 1, jax.devices())
 
 
 @pytest.fixture
@@ -87,6 +89,14 @@ def test_the_exit_status_is_that_of_compiling(command, name, status, run, monkey
     assert run(command, "--config=demo", "--compile_for=v5e:2x2")[0] == status
 
 
+def test_decoding_is_compiled_for_as_many_chips_as_asked_for(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(decode, "compile_decoding", lambda *arguments: asked.append(arguments[2:]) or 0)
+    run(decode, "--config=demo", "--compile_for=v5e:2x2")
+    run(decode, "--config=demo", "--compile_for=v5e:2x2", "--data_parallel=2", "--tensor_parallel=-1")
+    assert asked == [("v5e:2x2", 1, 1), ("v5e:2x2", 2, -1)]
+
+
 def test_the_vocabulary_of_a_tokenizer_that_is_not_there_is_about_the_size_asked_for(capsys):
     config = dataclasses.replace(
         CONFIG, model=ModelConfig(), data=dataclasses.replace(CONFIG.data, tokenizer_vocab_size=1_001)
@@ -115,7 +125,7 @@ def test_a_step_that_takes_all_positions_at_once_has_no_loop_of_unknown_length()
 
 def test_decoding_is_described_by_its_stream():
     shape = DecodeShape(4, 40, CONFIG.decode, Rules())
-    prefill, forward = decode_programs(MODEL, shape, jax.devices()[0], 2**30)
+    prefill, forward = decode_programs(MODEL, shape, ONE_CHIP, 2**30)
     assert prefill.tokens == 64  # one of four rows, a prompt of up to 64 tokens
     assert forward.tokens == 4 * 64
     buffer = 2 * 2 * 4 * 8 * (64 + 64) * 4  # keys and values, layers, rows, head_dim, length, bytes
@@ -126,7 +136,7 @@ def test_decoding_is_described_by_its_stream():
 
 def test_rows_are_as_many_as_fit_where_the_number_is_left_open():
     few, many = (
-        decode_programs(MODEL, DecodeShape("auto", 40, CONFIG.decode, Rules()), jax.devices()[0], free)[1].tokens
+        decode_programs(MODEL, DecodeShape("auto", 40, CONFIG.decode, Rules()), ONE_CHIP, free)[1].tokens
         for free in (2**23, 2**33)
     )
     assert few < many == 256 * 64
@@ -134,7 +144,20 @@ def test_rows_are_as_many_as_fit_where_the_number_is_left_open():
 
 def test_more_positions_than_the_model_has_are_refused():
     with pytest.raises(ConfigError, match="more than the 256 positions of the model"):
-        decode_programs(MODEL, DecodeShape(4, 250, CONFIG.decode, Rules()), jax.devices()[0], 2**30)
+        decode_programs(MODEL, DecodeShape(4, 250, CONFIG.decode, Rules()), ONE_CHIP, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "sentence"),
+    [
+        ((3, 1, 1), 4, "batch_size is 4, not divisible by the 3 devices"),
+        ((1, 1, 2), 4, "mesh.tensor is 2, which does not divide the model's 2 query heads, 1 key heads"),
+    ],
+)
+def test_what_chips_cannot_share_is_refused(sizes, rows, sentence):
+    mesh = jax.sharding.AbstractMesh(sizes, AXES)
+    with pytest.raises(ConfigError, match=sentence):
+        decode_programs(MODEL, DecodeShape(rows, 40, CONFIG.decode, Rules()), mesh, 2**30)
 
 
 def test_a_run_directory_is_described_without_its_weights(tiny_run, tiny_config):

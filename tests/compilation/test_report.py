@@ -151,6 +151,8 @@ def test_remedies_are_what_would_still_help(settings, shape, first):
     ("batch_size", "held", "first"),
     [
         (8, 100, "--batch_size=4"),
+        (12, 100, "--batch_size=4"),  # four chips have equally many
+        (4, 100, "a smaller --gen_length or --compile_prompt_length"),
         ("auto", 100, "a smaller --gen_length or --compile_prompt_length"),
         (8, LIMIT, "a chip with more memory: the parameters alone are too large for this one"),
     ],

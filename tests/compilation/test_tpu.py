@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from refusion_jax.compilation.report import compile_program
 from refusion_jax.compilation.topologies import read_topology, topology_devices
 from refusion_jax.config import Config, DataConfig, DecodeConfig, MeshConfig, ModelConfig, TrainConfig
 from refusion_jax.decoding import Rules
+from refusion_jax.sharding import decoding_mesh
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -95,17 +98,33 @@ def test_a_step_compiles_for_every_family_and_several_slices(topology):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "algorithm"),
-    [("v5e:2x2", 4, "self_correcting"), ("v5p:2x2x1", 8, "self_correcting"), ("v6e:2x2", 8, "paper")],
+    ("name", "rows", "algorithm", "sizes"),
+    [
+        ("v5e:2x2", 4, "self_correcting", (1, 1)),
+        ("v5p:2x2x1", 8, "self_correcting", (1, 2)),
+        ("v6e:2x2", 8, "paper", (1, 1)),
+        ("v6e:2x2", 16, "self_correcting", (2, 2)),
+    ],
 )
-def test_decoding_compiles(name, rows, algorithm):
+def test_decoding_compiles(name, rows, algorithm, sizes):
     topology = read_topology(name)
     shape = DecodeShape(rows, 64, dataclasses.replace(SMALL.decode, algorithm=algorithm), Rules())
-    programs = decode_programs(SMALL.model, shape, topology_devices(topology)[0], topology.chip.hbm_bytes)
-    prefill, forward = (compile_program(program, topology) for program in programs)
+    model = dataclasses.replace(SMALL.model, head_dim=128)
+    mesh = decoding_mesh(*sizes, topology_devices(topology))
+    programs = decode_programs(model, shape, mesh, topology.chip.hbm_bytes)
+    compiled = [program.compile() for program in programs]
+    prefill, forward = (
+        compile_program(dataclasses.replace(program, compile=lambda done=done: done), topology)
+        for program, done in zip(programs, compiled, strict=True)
+    )
     assert prefill.fits and forward.fits
-    assert forward.cost.flops == pytest.approx(forward.program.model_flops, rel=0.05)
-    assert prefill.cost.flops < prefill.program.model_flops
+    assert forward.used == math.prod(sizes)
+    assert forward.cost.flops * forward.used == pytest.approx(forward.program.model_flops, rel=0.05)
+    assert prefill.cost.flops * prefill.used < prefill.program.model_flops
+    assert re.search(r"buffer_attention[\w.]* = .*custom-call\(", compiled[1].as_text())
+    # Sums over the layers' halves are as large as activations; rows are gathered nowhere.
+    activations = 2 * forward.program.tokens * model.hidden_size * (2 * model.num_hidden_layers + 2)
+    assert sum(forward.cost.collectives.values()) < activations
 
 
 def test_the_command_tells_by_how_much_a_step_is_too_large():

@@ -1,12 +1,15 @@
 """KV memory: what the formula says, held once; and how many rows fit."""
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.decoding import Job, memory
@@ -16,6 +19,7 @@ from refusion_jax.decoding.layout import lay_out
 from refusion_jax.decoding.memory import MOST_ROWS, SHARE, fitting_rows, free_bytes, kv_bytes, row_bytes
 from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state, release
 from refusion_jax.modeling import Transformer
+from refusion_jax.sharding import AXES
 
 CONFIG = ModelConfig(
     vocab_size=16,
@@ -142,5 +146,29 @@ def test_longer_buffers_and_queries_take_more():
 
 def test_free_memory_is_the_default(monkeypatch):
     assert free_bytes() > 0
-    monkeypatch.setattr(memory, "free_bytes", lambda: 6 * row_bytes(CONFIG, BUFFER, 128))
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 6 * row_bytes(CONFIG, BUFFER, 128))
     assert fitting_rows(CONFIG, BUFFER, 128) == 4
+
+
+def device(limit, used):
+    return SimpleNamespace(memory_stats=lambda: {"bytes_limit": limit, "bytes_in_use": used})
+
+
+def test_a_mesh_has_the_memory_of_its_fullest_device():
+    assert free_bytes(SimpleNamespace(local_devices=[device(100, 30), device(100, 60), device(90, 0)])) == 40
+    # CPUs share the machine's.
+    cpus = [SimpleNamespace(memory_stats=lambda: None)] * 4
+    assert 0 < free_bytes(SimpleNamespace(local_devices=cpus)) < free_bytes() / 2
+
+
+def test_a_device_holds_its_rows_and_its_part_of_each():
+    config = dataclasses.replace(CONFIG, num_attention_heads=8, num_key_value_heads=4)
+    mesh = AbstractMesh((3, 2, 4), AXES)
+    free = 10 * row_bytes(config, BUFFER, 128)
+    alone, split = fitting_rows(config, BUFFER, 128, free), fitting_rows(config, BUFFER, 128, free, mesh)
+    assert split % 6 == 0 and split // 6 >= 2 * alone
+    assert split // 6 * row_bytes(config, BUFFER, 128, tensor=4) <= free
+    # A vocabulary that cannot be divided is on every device.
+    whole = dataclasses.replace(config, vocab_size=config.vocab_size + 1)
+    fixed = 4 * 3 * 128 * config.vocab_size * 3 // 4
+    assert row_bytes(whole, BUFFER, 128, 4) - row_bytes(config, BUFFER, 128, 4) >= fixed
