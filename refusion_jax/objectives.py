@@ -6,7 +6,6 @@ turns each chunk into its gradient at once; `hybrid_loss` is the same from given
 """
 
 import functools
-import math
 from typing import Any
 
 import flax
@@ -16,7 +15,7 @@ import optax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from refusion_jax.config import SlotsConfig
-from refusion_jax.sharding import RULES, constrain
+from refusion_jax.sharding import batch_shards, constrain, sum_over_batch
 from refusion_jax.slots import NO_TARGET, TrainingView
 
 
@@ -122,7 +121,7 @@ def weighted_cross_entropy(
       the weighted sum, () float32, differentiable in `hidden` and `unembedding`, and the cross-entropy of every
       position, (positions,) float32, 0 where there is no target, without gradient.
     """
-    shards = _batch_shards(hidden.shape[0])
+    shards = batch_shards(hidden.shape[0])
     split = hidden.shape[0] // shards
     total, losses = _cross_entropy(
         vocab_axis,
@@ -133,13 +132,6 @@ def weighted_cross_entropy(
         jax.lax.stop_gradient(weights).astype(jnp.float32).reshape(shards, split),
     )
     return total, jax.lax.stop_gradient(losses).reshape(-1)
-
-
-def _batch_shards(positions: int) -> int:
-    """Over how many devices the mesh in use splits the positions of a batch."""
-    mesh, axes = jax.sharding.get_abstract_mesh(), dict(RULES)["batch"] or ()
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-    return shards if positions % shards == 0 else 1
 
 
 class _Sums(flax.struct.PyTreeNode):
@@ -172,7 +164,10 @@ def _forward(
     sums = _over_chunks(vocab_axis, chunk, hidden.value, unembedding.value, targets, weights, wanted)
     d_unembedding = None
     if sums.unembedding is not None:
-        d_unembedding = jnp.sum(sums.unembedding, axis=0).astype(unembedding.value.dtype)
+        # Over devices in the type of activations, as all gradients are.
+        parts = sums.unembedding.astype(hidden.value.dtype)
+        axes = ("vocab", "embed") if vocab_axis == 0 else ("embed", "vocab")
+        d_unembedding = sum_over_batch(parts, *axes).astype(unembedding.value.dtype)
     return (jnp.sum(weights * sums.losses), sums.losses), (sums.hidden, d_unembedding)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,6 +25,7 @@ from refusion_jax.config import ConfigError, MeshConfig, ModelConfig
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
+_TILES = 512  # elements that a row of a matrix should be a multiple of
 
 RULES: tuple[tuple[str, tuple[str, ...] | str | None], ...] = (
     ("batch", ROW_AXES),  # rows of a batch, and the flattened (row, position) axis
@@ -217,6 +219,43 @@ def constrain(array: jax.Array, *axes: str | None) -> jax.Array:
         return array
     spec = nn.logical_to_mesh_axes(axes, RULES)
     return jax.lax.with_sharding_constraint(array, spec)
+
+
+def batch_shards(positions: int) -> int:
+    """Over how many devices the mesh in use splits the positions of a batch; 1 where they do not divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
+    return shards if positions % shards == 0 else 1
+
+
+def sum_over_batch(parts: jax.Array, *axes: str | None) -> jax.Array:
+    """The sum over the leading axis, of which each of the `batch_shards` has one part, split along the named axes.
+
+    Every device is sent the share that it keeps alone. Left to itself the partitioner lets each have the whole sum.
+    """
+    spec = [axis and nn.logical_to_mesh_axes((axis,), RULES)[0] for axis in axes]
+    if parts.shape[0] == 1 or "fsdp" not in spec:
+        return constrain(jnp.sum(parts, axis=0), *axes)
+    kept = PartitionSpec(
+        *(
+            to if name and divides(size, name) else None
+            for to, name, size in zip(spec, axes, parts.shape[1:], strict=True)
+        )
+    )
+    scattered = spec.index("fsdp")
+
+    def of_device(part: jax.Array) -> jax.Array:
+        shape = part.shape[1:]
+        # The TPU's compiler scatters only what it can cut into tiles; of 151,936 rows it would make the whole sum, too.
+        spare = [(0, -size % _TILES if size > _TILES and axis != scattered else 0) for axis, size in enumerate(shape)]
+        padded = jnp.pad(part[0], spare)
+        share = jax.lax.psum_scatter(padded, "fsdp", scatter_dimension=scattered, tiled=True)
+        cut = tuple(slice(None) if axis == scattered else slice(size) for axis, size in enumerate(shape))
+        return jax.lax.psum(share[cut], "data")
+
+    return jax.shard_map(
+        of_device, in_specs=PartitionSpec(ROW_AXES, *(None if to == "fsdp" else to for to in kept)), out_specs=kept
+    )(parts)
 
 
 def per_device(

@@ -186,7 +186,9 @@ def _note_collective(
     if kind == "all-reduce" and fused_in.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     size = made if kind == "all-gather" else taken
-    channels[instruction.channel or instruction.name] = kind, size
+    # Of one channel, too, are those that a program names itself, as inside `shard_map`.
+    name = f"{instruction.channel} {kind} {size}" if fused_in and instruction.channel else instruction.name
+    channels[name] = kind, size
 
 
 def _trips(computations: dict[str, Computation], outer: Computation, loop: Instruction) -> int | None:

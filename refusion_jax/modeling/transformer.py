@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from refusion_jax.config import PROJECTIONS, ModelConfig
 from refusion_jax.modeling import backends
 from refusion_jax.modeling.attention import KVCache, Visibility
+from refusion_jax.modeling.embedding import look_up
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
 
@@ -203,9 +204,7 @@ class Transformer(nn.Module):
           kv: None, or keys and values (layers, batch, kv_heads, length, head_dim).
         """
         c = self.config
-        # Gathered over fsdp before tokens are looked up: the partitioner would otherwise make the result whole first.
-        table = constrain(self.embed_tokens.embedding.astype(c.dtype), "vocab", "activation_embed")
-        hidden = constrain(jnp.take(table, tokens.reshape(-1), axis=0), "batch", "activation_embed")
+        hidden = look_up(self.embed_tokens.embedding, tokens.reshape(-1), c.dtype)
         rope = rotary_angles(position_ids, c)
         own, shared = backends.plan(c, visibility, caches)
         layers = nn.scan(

@@ -134,6 +134,7 @@ ENTRY %main (a: bf16[16,32], b: f32[64,32]) -> f32[64,32] {
   %scattered = f32[16,32]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.3
   %permute = (f32[64,32]{1,0}, f32[64,32]{1,0}) collective-permute-start(%b), source_target_pairs={{0,1}}
   %permuted = f32[64,32]{1,0} collective-permute-done(%permute)
+  %again = f32[16,32]{1,0} reduce-scatter(%b), channel_id=11, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%sum
   ROOT %all-reduce.4 = f32[64,32]{1,0} all-reduce(%b), channel_id=11, replica_groups=[1,4]<=[4], to_apply=%sum
 }
 """
@@ -143,7 +144,7 @@ def test_collectives_count_their_payload_once_by_kind():
     whole = 64 * 32 * 4
     assert dict(program_cost(COLLECTIVES).collectives) == {
         "all-gather": 64 * 32 * 2,
-        "reduce-scatter": whole,
+        "reduce-scatter": 2 * whole,
         "collective-permute": whole,
         "all-reduce": whole,
     }
