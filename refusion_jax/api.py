@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import AxisType, Mesh
 
-from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, ModelConfig
+from refusion_jax.config import DTYPES, KV_DTYPES, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError, Tokenizer, find_tokenizer
 from refusion_jax.decoding import Answer, Generation, Job, Rules, Statistics, Stream
 from refusion_jax.decoding.batching import (
@@ -32,7 +32,7 @@ from refusion_jax.huggingface import (
     read_params,
     read_tokenizer,
 )
-from refusion_jax.modeling import Transformer
+from refusion_jax.modeling import Transformer, quantization
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
 from refusion_jax.sharding import AXES, check_rows, check_widths, row_shares
@@ -62,7 +62,14 @@ class Model:
     mesh: Mesh | None = None
 
 
-def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Model:
+def load(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+) -> Model:
     """Loads a run directory of `train.py`, a Hugging Face directory, or a model of the Hugging Face Hub.
 
     Args:
@@ -70,13 +77,21 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
       dtype: "float32", "bfloat16" or "float16", for parameters and activations; by default what the checkpoint says.
       mesh: a mesh of `sharding.make_mesh`, over which the parameters are split, and on which `generate` decodes: rows
         over `data` and `fsdp`, heads over `tensor`. By default all is on the first device.
+      quantize: "int8" rounds the weights of matrix products to int8 once they are read, see `modeling.quantization`.
+      kv_dtype: "int8" keeps a decode's keys and values in int8, "" in the type of activations; by default what a run's
+        configuration says, else as activations.
 
     Raises:
       CheckpointError: when there is no such directory or model, or it is not usable.
-      ConfigError: for an unknown dtype, or a mesh that cannot split the model evenly.
+      ConfigError: for an unknown type, a KV buffer in int8 with activations in float16, or a mesh that cannot split the
+        model evenly.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {brief(dtype)}, not one of {', '.join(DTYPES)}.")
+    if quantize is not None and quantize not in quantization.QUANTIZATIONS:
+        raise ConfigError(f"quantize is {brief(quantize)}, not one of {', '.join(quantization.QUANTIZATIONS)}.")
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype is {brief(kv_dtype)}; it must be 'int8', or '' for the type of activations.")
     if mesh is not None:
         _check_mesh_kind(mesh)
     directory = local_directory(path)
@@ -85,12 +100,15 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     if is_begun_run(directory):
         run = read_run_config(directory)
         config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
+        config = _with_kv_dtype(config, kv_dtype)
         params = run_params(directory, run, _shardings(config, mesh), config.param_dtype)
-        return Model(config, Transformer(config), params, _run_tokenizer(directory), run.decode, mesh)
-    tokenizer = read_tokenizer(directory)
-    config = read_model_config(directory, tokenizer, dtype)
-    params = read_params(directory, config, _shardings(config, mesh))
-    return Model(config, Transformer(config), params, tokenizer, DecodeConfig(), mesh)
+        tokenizer, decode = _run_tokenizer(directory), run.decode
+    else:
+        tokenizer = read_tokenizer(directory)
+        config = _with_kv_dtype(read_model_config(directory, tokenizer, dtype), kv_dtype)
+        params, decode = read_params(directory, config, _shardings(config, mesh)), DecodeConfig()
+    params = quantization.quantize(params) if quantize else params
+    return Model(config, Transformer(config), params, tokenizer, decode, mesh)
 
 
 def _check_mesh_kind(mesh: Any) -> None:
@@ -98,6 +116,10 @@ def _check_mesh_kind(mesh: Any) -> None:
     if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
         axes = ", ".join(f"{name} ({kind.name})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
         raise ConfigError(f"mesh has the axes {axes}; give one that sharding.make_mesh returns.")
+
+
+def _with_kv_dtype(config: ModelConfig, kv_dtype: str | None) -> ModelConfig:
+    return config if kv_dtype is None else dataclasses.replace(config, kv_dtype=kv_dtype)
 
 
 def _shardings(config: ModelConfig, mesh: Mesh | None) -> Any:

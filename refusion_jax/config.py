@@ -20,6 +20,7 @@ MAX_TEMPERATURE = 1_000
 DTYPES = ("float32", "bfloat16", "float16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REMAT_POLICIES = ("none", "minimal", "full")
+KV_DTYPES = ("", "int8")
 ATTENTIONS = ("auto", "xla", "splash", "cudnn", "pallas")
 REMAT_NAMES = (*PROJECTIONS, "attention")
 ROPE_TYPES = ("linear", "yarn", "llama3")
@@ -116,6 +117,9 @@ class ModelConfig:
     `attention` is the program that computes attention where it can, XLA elsewhere: "splash" (TPU) and "cudnn" (GPU, in
     bfloat16 or float16) causal rows, as in training; "pallas" (TPU) tokens that see a KV buffer, as in decoding.
     "auto" takes what the platform has.
+
+    `kv_dtype` is the type of a decode's KV buffer: "int8", with a scale for each token and head, or "", that of
+    activations.
     """
 
     vocab_size: int = 0
@@ -146,6 +150,7 @@ class ModelConfig:
     scan_unroll: int = 1
     attention_chunk: int = 1024
     attention: str = "auto"
+    kv_dtype: str = ""
 
     def __post_init__(self) -> None:
         _require_types("model", self)
@@ -169,6 +174,15 @@ class ModelConfig:
         _require_choice("model.attention", self.attention, ATTENTIONS)
         _require_choice("model.dtype", self.dtype, DTYPES)
         _require_choice("model.param_dtype", self.param_dtype, DTYPES)
+        _require(
+            self.kv_dtype in KV_DTYPES,
+            f"model.kv_dtype is {self.kv_dtype!r}; it must be 'int8', or '' for the type of activations.",
+        )
+        _require(
+            not self.kv_dtype or self.dtype != "float16",
+            f"model.kv_dtype is {self.kv_dtype!r} with model.dtype 'float16', whose range is too narrow for attention "
+            "weights times scales; use bfloat16 or float32.",
+        )
         if self.remat not in REMAT_POLICIES:
             for name in self.remat_names:
                 _require_choice("model.remat", name, (*REMAT_POLICIES, *REMAT_NAMES))

@@ -48,7 +48,7 @@ from refusion_jax import answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
-from refusion_jax.config import ConfigError, DecodeConfig, to_dict
+from refusion_jax.config import KV_DTYPES, ConfigError, DecodeConfig, to_dict
 from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
@@ -57,6 +57,7 @@ from refusion_jax.file_job import answer_file, response_fields
 from refusion_jax.files import fingerprint, read_lines
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.huggingface import local_directory
+from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.processes import Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
 from refusion_jax.prompts import Prepared
@@ -132,6 +133,10 @@ flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=
 flags.DEFINE_enum(
     "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
 )
+flags.DEFINE_enum("quantize", None, list(QUANTIZATIONS), "Type to round the weights to.", flag_values=FLAGS)
+flags.DEFINE_enum(
+    "kv_dtype", None, list(KV_DTYPES), "Type of the KV buffer; '' is that of activations.", flag_values=FLAGS
+)
 define_processes(FLAGS)
 command_line.define_compile_for(FLAGS)
 command_line.define_config(FLAGS, optional=True)
@@ -190,9 +195,11 @@ def _compile(args: flags.FlagValues) -> int:
     if (args.checkpoint is None) == (not args.config):
         raise ConfigError("--compile_for needs either --checkpoint or --config: the model to compile.")
     config = args.config or described_config(args.checkpoint)
+    if args.kv_dtype is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, kv_dtype=args.kv_dtype))
     decode = dataclasses.replace(config.decode, **_settings(args))
     rules = Rules(slot_score=SLOT_SCORES[args.slot_score])
-    shape = DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules)
+    shape = DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules, args.quantize or "")
     return compile_decoding(config, shape, args.compile_for, args.data_parallel, args.tensor_parallel)
 
 
@@ -230,7 +237,8 @@ def _check_chat_flags(args: flags.FlagValues) -> None:
 
 
 def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
-    model = load(args.checkpoint, mesh=decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices()))
+    mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
+    model = load(args.checkpoint, mesh=mesh, quantize=args.quantize, kv_dtype=args.kv_dtype)
     config = dataclasses.replace(model.decode, **_settings(args))
     if args.prefix:
         try:
@@ -385,6 +393,8 @@ def _identity(args: flags.FlagValues, config: DecodeConfig) -> dict[str, Any]:
         "num_samples": args.num_samples,
         "seed": args.seed,
         "slot_score": args.slot_score,
+        "quantize": args.quantize,
+        "kv_dtype": args.kv_dtype,
         **to_dict(config),
     }
 

@@ -88,6 +88,46 @@ def test_load_in_another_type_onto_a_mesh(kind, tiny_run, monkeypatch):
         rf.load(path, mesh=divided)
 
 
+@pytest.mark.parametrize("source", ["run", "Hugging Face"])
+def test_load_in_int8(source, tiny_run, model):
+    path = tiny_run if source == "run" else REFERENCE / "checkpoint"
+    plain = model if source == "run" else rf.load(path)
+    loaded = rf.load(path, quantize="int8", kv_dtype="int8")
+    assert loaded.config == dataclasses.replace(plain.config, kv_dtype="int8")
+    mlp = loaded.params["layers"]["mlp"]["up_proj"]
+    assert mlp["kernel"].dtype == jnp.int8 and mlp["scale"].shape == mlp["kernel"].shape[::2]
+    tokens = np.arange(6, 12)[None]
+    got, exact = (rf.logits(each, tokens, np.arange(6)[None]) for each in (loaded, plain))
+    np.testing.assert_allclose(got, exact, atol=0.03 * np.abs(exact).max())
+
+
+def test_generate_in_int8(tiny_run, answers):
+    loaded = rf.load(tiny_run, quantize="int8", kv_dtype="int8")
+    prefix = PROMPTS[0][:2]
+    alone = rf.generate(loaded, PROMPTS, batch_size=4)
+    assert len(alone.committed) == len(PROMPTS)
+    for ours, theirs in zip(alone.committed, answers.committed, strict=True):
+        common = min(len(ours), len(theirs))
+        assert np.mean(np.array(ours[:common]) == theirs[:common]) > 0.5
+    shared = rf.generate(loaded, [PROMPTS[0][2:]], prefix=prefix)
+    assert len(shared.committed[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantize": "int4"}, "quantize is 'int4', not one of int8."),
+        ({"quantize": ""}, "quantize is '', not one of int8."),
+        ({"kv_dtype": "float32"}, "kv_dtype is 'float32'; it must be 'int8', or '' for the type of activations."),
+        ({"kv_dtype": "int8", "dtype": "float16"}, "model.kv_dtype is 'int8' with model.dtype 'float16', whose range"),
+    ],
+)
+def test_types_that_cannot_be_loaded(arguments, message, tiny_run):
+    with pytest.raises(rf.ConfigError) as caught:
+        rf.load(tiny_run, **arguments)
+    assert str(caught.value).startswith(message)
+
+
 def test_load_errors(tmp_path, copied_run):
     def message(path):
         with pytest.raises(rf.CheckpointError) as caught:

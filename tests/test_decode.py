@@ -70,6 +70,30 @@ def test_one_prompt_prints_the_response_alone(run, expected):
     assert "per forward]" in err
 
 
+def test_weights_and_buffer_in_int8(run, run_file):
+    types = ["--quantize=int8", "--kv_dtype=int8"]
+    status, out, err = run("--prompt=S:7+1?", *types)
+    assert status == 0 and "tokens in" in err
+    status, objects, _ = run_file(['{"prompt": "S:7+1?"}'], *types)
+    assert status == 0 and objects[0]["response"] == out.removesuffix("\n")
+
+
+@pytest.mark.parametrize("types", [["--quantize=int8"], ["--kv_dtype=int8"]])
+def test_an_output_of_other_types_is_not_continued(types, run, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "S:7+1?"}\n')
+    arguments = [f"--input={source}", f"--output={target}", "--batch_size=4"]
+    assert run(*arguments)[0] == 0
+    status, _, err = run(*arguments, *types)
+    assert status == 2 and f"{types[0][2:].split('=')[0]} None, not 'int8'" in err
+
+
+@pytest.mark.parametrize("flag", ["quantize", "kv_dtype"])
+def test_types_that_are_not_known(flag, run):
+    status, _, err = run("--prompt=S:7+1?", f"--{flag}=int4")
+    assert status == 2 and "int8" in err and err.count("\n") == 1
+
+
 def test_a_file_keeps_order_and_fields(run_file, expected):
     lines = [{"id": i, "prompt": prompt, "note": "ü"} for i, prompt in enumerate(PROMPTS)]
     status, objects, err = run_file([json.dumps(line, ensure_ascii=False) for line in lines])

@@ -212,7 +212,7 @@ def test_batches_are_split_over_data_and_fsdp(name, results_of):
 def test_the_step_constrains_activations(name, results_of):
     """In the scanned layer query, key, value, the inner width and the residual stream twice, each again for its
     gradient; the embedding, the embedded tokens and the embedding's gradient; and the output embedding, gathered once
-    for the loss. Where rows are not split, gradients of the two embeddings are no sums over devices and are constrained.
+    for the loss. Where rows are not split, the gradients of both embeddings are no sums over devices but constrained.
     """
     assert results_of(name)["constraints"] == (18 if name == "1x1x1" else 16)
 

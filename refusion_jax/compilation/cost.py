@@ -131,10 +131,13 @@ class _Walk:
         total = 0
         for user in computation.users(name):
             first = user.operands[0] == name
-            if user.opcode == "bitcast":
+            # A copy inside a fusion gives a part that is read another layout on its way to the registers.
+            if user.opcode in ("bitcast", "copy"):
                 total += self._read_bytes(computation, user.name)
             elif user.opcode == "fusion":
                 inner = self.computations[user.called("calls")]
+                if inner.instructions[inner.root].opcode == "copy":
+                    total += self._read_bytes(computation, user.name)
                 numbers = [number for number, operand in enumerate(user.operands) if operand == name]
                 total += sum(self._read_bytes(inner, inner.parameters()[number].name) for number in numbers)
             elif user.opcode in ("dynamic-slice", "gather", "slice") and first:

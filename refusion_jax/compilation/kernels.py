@@ -8,7 +8,7 @@ from refusion_jax.compilation.hlo import Array, Computation, Instruction
 # Matrix products over each pair of a query and a key: scores, and with them values or gradients.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _SPLASH = re.compile(r"^splash_mqa_(fwd|dq|dkv)")
-_QUERY, _BUFFERS = 2, (6, 7)  # operands
+_QUERY, _KEYS = 2, 6  # operands; from the latter on they are buffers of all layers: keys, values, perhaps scales
 
 
 def kernel_flops(computation: Computation, instruction: Instruction) -> int:
@@ -25,7 +25,7 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> int:
         blocks = shapes[0][-2]  # what the kernel is told of each block of queries
         pairs = query[-2] ** 2 * (blocks + 1) / (2 * blocks)
         return int(_SPLASH_PRODUCTS[splash[1]] * 2 * math.prod(query[:-2]) * pairs * query[-1])
-    keys = shapes[_QUERY + 1][-2] + shapes[_BUFFERS[0]][-2]
+    keys = shapes[_QUERY + 1][-2] + shapes[_KEYS][-2]
     return 4 * math.prod(query) * keys
 
 
@@ -34,8 +34,8 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> int | No
     if not (_is_kernel(instruction) and _reads_buffers(instruction)):
         return None
     operands = [arrays[0] for arrays in computation.arrays(instruction)]
-    of_layer = sum(operands[number].hbm_bytes // operands[number].shape[0] for number in _BUFFERS)
-    others: list[Array] = [each for number, each in enumerate(operands) if number not in _BUFFERS]
+    of_layer = sum(buffer.hbm_bytes // buffer.shape[0] for buffer in operands[_KEYS:])
+    others: list[Array] = operands[:_KEYS]
     return of_layer + sum(each.hbm_bytes for each in (*others, *instruction.arrays))
 
 

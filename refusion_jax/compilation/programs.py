@@ -21,6 +21,7 @@ from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_st
 from refusion_jax.decoding.rules import Rules
 from refusion_jax.huggingface import local_directory, read_model_config
 from refusion_jax.modeling import Transformer
+from refusion_jax.modeling.quantization import quantize, quantized_shardings
 from refusion_jax.sharding import (
     batch_sharding,
     check_mesh,
@@ -140,12 +141,14 @@ class DecodeShape:
     Attributes:
       batch_size: rows, or "auto" for as many as fit. prompt_length: the longest prompt, in tokens.
       config: whose `gen_length` is the longest response. rules: what decides.
+      quantize: "int8" for weights in int8, as `load` makes them.
     """
 
     batch_size: int | str
     prompt_length: int
     config: DecodeConfig
     rules: Rules
+    quantize: str = ""
 
 
 def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: int) -> list[AbstractProgram]:
@@ -175,7 +178,10 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
 
     config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
     boxed = jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]
-    params = jax.tree.map(put, nn.unbox(boxed), tree_shardings(boxed, mesh))
+    params, shardings = nn.unbox(boxed), tree_shardings(boxed, mesh)
+    if shape.quantize:
+        params, shardings = jax.eval_shape(quantize, params), quantized_shardings(params, shardings)
+    params = jax.tree.map(put, params, shardings)
     suppressed = len(config.suppress_ids) + 2 * config.suppress_special
     sizes_of = functools.partial(
         Sizes.of,

@@ -1,5 +1,6 @@
 """How many rows a decode may have at once, from the memory that is free."""
 
+import dataclasses
 import os
 
 import jax
@@ -15,9 +16,10 @@ UNKNOWN_FREE = 4 * 2**30  # bytes, where neither the device nor the system says
 
 
 def kv_bytes(config: ModelConfig, rows: int, length: int) -> int:
-    """Bytes of a KV buffer: 2 * layers * rows * length * kv_heads * head_dim * bytes per number."""
-    numbers = 2 * config.num_hidden_layers * rows * length * config.num_key_value_heads * config.head_dim
-    return numbers * jnp.dtype(config.dtype).itemsize
+    """Bytes of a KV buffer: 2 * layers * rows * length * kv_heads * head_dim * bytes per number, plus int8's scales."""
+    heads = 2 * config.num_hidden_layers * rows * length * config.num_key_value_heads
+    scale = 4 if config.kv_dtype else 0
+    return heads * (config.head_dim * jnp.dtype(config.kv_dtype or config.dtype).itemsize + scale)
 
 
 def row_bytes(config: ModelConfig, buffer_length: int, width: int, tensor: int = 1) -> int:
@@ -27,7 +29,8 @@ def row_bytes(config: ModelConfig, buffer_length: int, width: int, tensor: int =
       buffer_length: KV entries. width: the longest query.
       tensor: devices that heads, feed-forward width and vocabulary are split over; what each of them has.
     """
-    kv = kv_bytes(config, 1, buffer_length + 2 * width) // tensor
+    own = kv_bytes(dataclasses.replace(config, kv_dtype=""), 1, 2 * width)
+    kv = (kv_bytes(config, 1, buffer_length) + own) // tensor
     logits = 4 * 3 * width * config.vocab_size // (tensor if config.vocab_size % tensor == 0 else 1)
     attention = 4 * 3 * config.num_attention_heads * width * (buffer_length + width) // tensor
     activations = 4 * width * (6 * config.hidden_size + 3 * config.intermediate_size // tensor)

@@ -24,7 +24,7 @@ import flax
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.kv_cache import commit, empty_cache, write_prompts
+from refusion_jax.decoding.kv_cache import commit, empty_cache, full_cache, write_prompts
 from refusion_jax.decoding.placement import (
     commit_own,
     hand_over,
@@ -530,7 +530,7 @@ def prefill_prefix(
     position_ids = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     visibility = Visibility.causal(*tokens.shape)
     _, kv = module.apply({"params": params}, tokens, position_ids, visibility, (), True, method="encode")
-    cache = KVCache(keys=kv[0][:, :1], values=kv[1][:, :1], lengths=length)
+    cache = full_cache(module.config, jax.tree.map(lambda part: part[:, :1], kv), length)
     return split_heads(cache) if split else cache
 
 

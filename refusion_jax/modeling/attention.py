@@ -20,6 +20,8 @@ import flax
 import jax
 import jax.numpy as jnp
 
+from refusion_jax.modeling.quantization import Quantized
+
 ALL_GROUPS = -1
 
 
@@ -47,12 +49,22 @@ class KVCache(flax.struct.PyTreeNode):
     """A static buffer of keys and values; row `r` holds `lengths[r]` committed entries from index 0.
 
     keys, values: (layers, batch, kv_heads, buffer_length, head_dim). lengths: (batch,) int32. A buffer of batch 1 is
-    shared by all rows of whatever batch attends to it.
+    shared by all rows of whatever batch attends to it. One in int8 has key_scales and value_scales, (layers, batch,
+    kv_heads, buffer_length) float32, which its numbers are to be multiplied by.
     """
 
     keys: jax.Array
     values: jax.Array
     lengths: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+
+    @property
+    def blocks(self) -> tuple[Any, Any]:
+        """Keys and values as `attend` takes them, for all layers."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys, self.values
+        return Quantized(self.keys, self.key_scales), Quantized(self.values, self.value_scales)
 
 
 class LongVisibility(flax.struct.PyTreeNode):
@@ -93,8 +105,8 @@ def _bias(queries: Visibility, tokens: Visibility, lengths: Sequence[jax.Array],
 
 def attend(
     query: jax.Array,
-    keys: tuple[jax.Array, ...],
-    values: tuple[jax.Array, ...],
+    keys: tuple[Any, ...],
+    values: tuple[Any, ...],
     bias: jax.Array | LongVisibility,
 ) -> jax.Array:
     """Scaled dot-product attention over several blocks of keys, softmax in float32.
@@ -104,7 +116,8 @@ def attend(
 
     Args:
       query: (batch, length, heads, head_dim).
-      keys, values: blocks of (batch, kv_heads, block_length, head_dim); a block of batch 1 serves all rows.
+      keys, values: blocks of (batch, kv_heads, block_length, head_dim); a block of batch 1 serves all rows. A
+        `Quantized` one is multiplied as it is, and scores and weights by its scales; it has no gradient.
       bias: (batch, length, total block length) float32, from `visibility_bias`; or what it is made of, and then it and
         the scores exist for a chunk of the query at a time, and are computed again for the gradient.
 
@@ -123,7 +136,7 @@ def attend(
 
 
 def _attend_in_chunks(
-    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], long: LongVisibility
+    query: jax.Array, keys: tuple[Any, ...], values: tuple[Any, ...], long: LongVisibility
 ) -> jax.Array:
     batch, length = query.shape[:2]
     count = -(-length // long.chunk)
@@ -143,24 +156,34 @@ def _attend_in_chunks(
 
 
 @jax.custom_vjp
-def _attend_grouped(
-    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array
-) -> jax.Array:
+def _attend_grouped(query: jax.Array, keys: tuple[Any, ...], values: tuple[Any, ...], bias: jax.Array) -> jax.Array:
     """Attention of scaled, grouped queries (batch, kv_heads, groups * length, head_dim) under `bias`."""
     return _forward(query, keys, values, bias)[0]
 
 
 def _forward(
-    query: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], bias: jax.Array
+    query: jax.Array, keys: tuple[Any, ...], values: tuple[Any, ...], bias: jax.Array
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     batch, kv_heads, rows, _ = query.shape
     length, total = bias.shape[1:]
-    scores = [_per_row("bhtd,bhsd->bhts", query, block, jnp.float32) for block in keys]
+    scores = [_scores(query, block) for block in keys]
     joined = jnp.concatenate(scores, axis=-1).reshape(batch, kv_heads, -1, length, total) + bias[:, None, None]
-    weights = jax.nn.softmax(joined, axis=-1).reshape(batch, kv_heads, rows, total).astype(query.dtype)
-    parts = [_per_row("bhts,bhsd->bhtd", w, block) for w, block in zip(_split(weights, values), values, strict=True)]
+    weights = jax.nn.softmax(joined, axis=-1).reshape(batch, kv_heads, rows, total)
+    parts = [_weighted(w, block, query.dtype) for w, block in zip(_split(weights, values), values, strict=True)]
     mixed = functools.reduce(jnp.add, parts)
-    return mixed, (query, keys, values, weights, mixed)
+    return mixed, (query, keys, values, weights.astype(query.dtype), mixed)
+
+
+def _scores(query: jax.Array, keys: Any) -> jax.Array:
+    if isinstance(keys, Quantized):
+        return _scores(query, keys.numbers.astype(query.dtype)) * keys.scales[:, :, None]
+    return _per_row("bhtd,bhsd->bhts", query, keys, jnp.float32)
+
+
+def _weighted(weights: jax.Array, values: Any, dtype: Any) -> jax.Array:
+    if isinstance(values, Quantized):
+        return _weighted(weights * values.scales[:, :, None], values.numbers.astype(dtype), dtype)
+    return _per_row("bhts,bhsd->bhtd", weights.astype(dtype), values)
 
 
 def _per_row(equation: str, left: jax.Array, block: jax.Array, dtype: Any = None) -> jax.Array:
@@ -192,7 +215,7 @@ def _backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...
 _attend_grouped.defvjp(_forward, _backward)
 
 
-def _split(weights: jax.Array, blocks: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _split(weights: jax.Array, blocks: tuple[Any, ...]) -> list[jax.Array]:
     """Cuts the last axis of `weights` into the blocks' lengths."""
     stops = list(itertools.accumulate(block.shape[2] for block in blocks))
     return jnp.split(weights, stops[:-1], axis=-1)

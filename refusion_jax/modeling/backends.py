@@ -53,8 +53,8 @@ def plan(config: ModelConfig, visibility: Visibility, caches: Sequence[KVCache])
         (cache,), bias = caches, visibility_bias(visibility)
         layers = jnp.arange(cache.keys.shape[0], dtype=jnp.int32)
         interpret = platform == "cpu"
-        return layers, buffer_attention.BufferedRows(bias, cache.keys, cache.values, cache.lengths, interpret=interpret)
-    blocks = tuple((cache.keys, cache.values) for cache in caches)
+        return layers, buffer_attention.BufferedRows(bias, *cache.blocks, cache.lengths, interpret=interpret)
+    blocks = tuple(cache.blocks for cache in caches)
     if visibility.segment.shape[1] > config.attention_chunk > 0:
         return blocks, LongVisibility(visibility, tuple(cache.lengths for cache in caches), config.attention_chunk)
     return blocks, visibility_bias(visibility, caches)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from refusion_jax.modeling.quantization import Quantized
 from refusion_jax.sharding import per_device
 
 BLOCK_LENGTH = 512  # entries of a buffer that are fetched at a time
@@ -28,13 +29,13 @@ class BufferedRows(flax.struct.PyTreeNode):
 
     Attributes:
       bias: (batch, length, length) float32, from `visibility_bias` of the tokens alone.
-      keys, values: (layers, batch, kv_heads, buffer_length, head_dim). lengths: (batch,) int32.
+      keys, values: (layers, batch, kv_heads, buffer_length, head_dim), perhaps `Quantized`. lengths: (batch,) int32.
       interpret: run the kernel in Python, where there is no TPU.
     """
 
     bias: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    keys: Any
+    values: Any
     lengths: jax.Array
     interpret: bool = flax.struct.field(pytree_node=False)
 
@@ -68,11 +69,20 @@ def buffer_attention(
     grouped = (query * head_dim**-0.5).reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
     heads, buffer = ("batch", "activation_heads", None, None), (None, "batch", "activation_heads", None, None)
-    inputs = ((None,), ("batch",), heads, heads, heads, ("batch", None, None), buffer, buffer)
+    buffers = _buffers(rows)
+    inputs = ((None,), ("batch",), heads, heads, heads, ("batch", None, None), *[buffer] * len(buffers))
     of_device = per_device(functools.partial(_call, interpret=rows.interpret), inputs, heads)
-    mixed = of_device(layer[None], rows.lengths, grouped, key, value, rows.bias, rows.keys, rows.values)
+    mixed = of_device(layer[None], rows.lengths, grouped, key, value, rows.bias, *buffers)
     mixed = mixed.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, length, num_heads * head_dim)
+
+
+def _buffers(rows: BufferedRows) -> tuple[jax.Array, ...]:
+    """Keys, values and, of int8, the scales of both, (layers, batch, kv_heads, 1, buffer_length): rows of a tile."""
+    if not isinstance(rows.keys, Quantized):
+        return rows.keys, rows.values
+    scales = (part.scales[:, :, :, None] for part in (rows.keys, rows.values))
+    return rows.keys.numbers, rows.values.numbers, *scales
 
 
 def _call(
@@ -84,7 +94,7 @@ def _call(
     bias: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    *,
+    *scales: jax.Array,
     interpret: bool,
 ) -> jax.Array:
     """Attention of scaled, grouped queries (batch, kv_heads, groups * length, head_dim)."""
@@ -103,35 +113,49 @@ def _call(
     def of_buffer(row: Any, head: Any, step: Any, layer: Any, lengths: Any) -> tuple[Any, ...]:
         return layer[0], row, head, jnp.minimum(step, jnp.maximum(pl.cdiv(lengths[row], block) - 1, 0)), 0
 
+    def of_scales(*indices: Any) -> tuple[Any, ...]:
+        *leading, number, _ = of_buffer(*indices)
+        return *leading, 0, number
+
     queries_spec = pl.BlockSpec((None, None, queries, head_dim), of_head)
     own_spec = pl.BlockSpec((None, None, length, head_dim), of_head)
     bias_spec = pl.BlockSpec((None, queries, length), lambda row, *_: (row, 0, 0))
     buffer_spec = pl.BlockSpec((None, None, None, block, head_dim), of_buffer)
+    scales_spec = pl.BlockSpec((None, None, None, 1, block), of_scales)
     return pl.pallas_call(
         functools.partial(_kernel, block=block),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, kv_heads, pl.cdiv(buffer_length, block)),
-            in_specs=[queries_spec, own_spec, own_spec, bias_spec, buffer_spec, buffer_spec],
+            in_specs=[
+                queries_spec,
+                own_spec,
+                own_spec,
+                bias_spec,
+                buffer_spec,
+                buffer_spec,
+                *[scales_spec] * len(scales),
+            ],
             out_specs=queries_spec,
             scratch_shapes=[pltpu.VMEM((queries, width), jnp.float32) for width in (LANES, LANES, head_dim)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=_cost(query, length, buffer_length),
+        cost_estimate=_cost(query, length, keys, values, *scales),
         interpret=interpret,
         name="buffer_attention",
-    )(layer, lengths, query, key, value, bias, keys, values)
+    )(layer, lengths, query, key, value, bias, keys, values, *scales)
 
 
-def _cost(query: jax.Array, length: int, buffer_length: int) -> pl.CostEstimate:
+def _cost(query: jax.Array, length: int, *buffers: jax.Array) -> pl.CostEstimate:
     """Of buffers that are full: how much is committed is not known when a program is compiled."""
-    pairs = query.size // query.shape[-1] * (buffer_length + length)
-    keys = query.shape[0] * query.shape[1] * (buffer_length + length) * query.shape[-1]
+    batch, kv_heads, _, head_dim = query.shape
+    pairs = query.size // head_dim * (buffers[0].shape[3] + length)
+    own = query.size + batch * kv_heads * length * head_dim
     return pl.CostEstimate(
-        flops=4 * pairs * query.shape[-1],
+        flops=4 * pairs * head_dim,
         transcendentals=pairs,
-        bytes_accessed=2 * (query.size + keys) * query.dtype.itemsize,
+        bytes_accessed=2 * own * query.dtype.itemsize + sum(part.nbytes // part.shape[0] for part in buffers),
     )
 
 
@@ -144,15 +168,12 @@ def _kernel(
     bias: Any,
     buffer_keys: Any,
     buffer_values: Any,
-    mixed: Any,
-    peak: Any,
-    total: Any,
-    sums: Any,
-    *,
+    *others: Any,
     block: int,
 ) -> None:
     """One block of one row and head: folds it into the softmax's maximum, sum and weighted values so far."""
     del layer
+    *scales, mixed, peak, total, sums = others
     step, committed = pl.program_id(2), lengths[pl.program_id(0)]
 
     @pl.when(step == 0)
@@ -168,14 +189,21 @@ def _kernel(
     def add_what_is_committed() -> None:
         # What lies behind may be anything, NaN too, so it is taken out of the scores and the values.
         index = step * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-        scores = jnp.where(index < committed, _scores(query[...], buffer_keys[...]), _FLOOR)
-        place = step * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-        values = jnp.where(place < committed, buffer_values[...], 0)
+        scores = _scores(query[...], buffer_keys[...].astype(query.dtype))
+        if scales:
+            scores *= scales[0][...]
+        scores = jnp.where(index < committed, scores, _FLOOR)
         before = peak[:, :1]
         highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights, shrunk = jnp.exp(scores - highest), jnp.exp(before - highest)
         peak[...] = jnp.broadcast_to(highest, peak.shape)
         total[...] = total[...] * shrunk + jnp.sum(weights, axis=1, keepdims=True)
+        values = buffer_values[...].astype(query.dtype)
+        if scales:
+            weights *= jnp.where(index < committed, scales[1][...], 0)
+        else:
+            place = step * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+            values = jnp.where(place < committed, values, 0)
         sums[...] = sums[...] * shrunk + _weighted(weights, values)
 
     @pl.when(step == pl.num_programs(2) - 1)

@@ -18,6 +18,7 @@ from refusion_jax.config import PROJECTIONS, ModelConfig
 from refusion_jax.modeling import backends
 from refusion_jax.modeling.attention import KVCache, Visibility
 from refusion_jax.modeling.embedding import look_up
+from refusion_jax.modeling.quantization import scaled_product
 from refusion_jax.modeling.rope import rotary_angles, rotate
 from refusion_jax.sharding import constrain
 
@@ -51,21 +52,56 @@ class RMSNorm(nn.Module):
 class Dense(nn.Dense):
     """A matrix product named for rematerialisation, plus the adapter in the "lora" collection where there is one.
 
-    An adapter's leaves are `a` (inputs, rank) and `b` (rank, outputs), the latter already times `alpha / rank`.
+    An adapter's leaves are `a` (inputs, rank) and `b` (rank, outputs), the latter already times `alpha / rank`. A
+    kernel beside which there is a `scale` is one of `quantize`; its product has the type `scaled_dtype`, else `dtype`.
     """
 
+    scaled_dtype: Any = None
+
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        outputs = super().__call__(inputs)
+        outputs = self._scaled(inputs) if self.has_variable("params", "scale") else super().__call__(inputs)
         if self.has_variable("lora", "a"):
             a, b = (self.get_variable("lora", name).astype(self.dtype) for name in ("a", "b"))
             outputs += (inputs @ a) @ b
         return checkpoint_name(outputs, self.name)
+
+    def _scaled(self, inputs: jax.Array) -> jax.Array:
+        kernel, scale = (self.get_variable("params", name) for name in ("kernel", "scale"))
+        outputs = scaled_product(inputs.astype(self.dtype), kernel, scale)
+        if self.use_bias:
+            outputs += self.get_variable("params", "bias").astype(jnp.float32)
+        return outputs.astype(self.scaled_dtype or self.dtype)
+
+
+class Embed(nn.Embed):
+    """The embedding table; one beside which there is a `scale` is one of `quantize`."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings (tokens, features) of tokens (tokens,)."""
+        if (scale := self._scale) is None:
+            return look_up(self.embedding, tokens, self.dtype)
+        table = constrain(self.embedding, "vocab", "activation_embed")
+        rows = jnp.take(table, tokens, axis=0) * jnp.take(scale, tokens)[:, None]
+        return constrain(rows.astype(self.dtype), "batch", "activation_embed")
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """Products (..., num_embeddings) float32 of queries (..., features) with all embeddings."""
+        scale = self._scale
+        if scale is None:
+            return super().attend(query).astype(jnp.float32)
+        return scaled_product(query.astype(self.dtype), self.embedding.T, scale)
+
+    @property
+    def _scale(self) -> jax.Array | None:
+        return self.get_variable("params", "scale") if self.has_variable("params", "scale") else None
 
 
 def _dense(config: ModelConfig, features: int, axes: tuple[str, str], name: str) -> Dense:
     kernel_init = nn.with_logical_partitioning(nn.initializers.normal(config.initializer_range), axes)
     bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[1:])
     dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+    if name == "lm_head":
+        dtypes["scaled_dtype"] = jnp.dtype(jnp.float32)
     has_bias = name in config.biases
     return Dense(features, use_bias=has_bias, kernel_init=kernel_init, bias_init=bias_init, name=name, **dtypes)
 
@@ -175,7 +211,7 @@ class Transformer(nn.Module):
         c = self.config
         init = nn.with_logical_partitioning(nn.initializers.normal(c.initializer_range), ("vocab", "embed"))
         dtypes = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.dtype(c.param_dtype)}
-        self.embed_tokens = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=init, **dtypes)
+        self.embed_tokens = Embed(c.vocab_size, c.hidden_size, embedding_init=init, **dtypes)
         self.norm = _norm(c, "embed", "norm")
         if not c.tie_word_embeddings:
             self.lm_head = _dense(c, c.vocab_size, ("embed", "vocab"), "lm_head")
@@ -204,7 +240,7 @@ class Transformer(nn.Module):
           kv: None, or keys and values (layers, batch, kv_heads, length, head_dim).
         """
         c = self.config
-        hidden = look_up(self.embed_tokens.embedding, tokens.reshape(-1), c.dtype)
+        hidden = self.embed_tokens(tokens.reshape(-1))
         rope = rotary_angles(position_ids, c)
         own, shared = backends.plan(c, visibility, caches)
         layers = nn.scan(
@@ -222,7 +258,7 @@ class Transformer(nn.Module):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits (..., vocab_size) in float32 of hidden states (..., hidden_size)."""
         if self.config.tie_word_embeddings:
-            return self.embed_tokens.attend(hidden).astype(jnp.float32)
+            return self.embed_tokens.attend(hidden)
         return self.lm_head(hidden).astype(jnp.float32)
 
     def __call__(self, tokens: jax.Array, position_ids: jax.Array, visibility: Visibility | None = None) -> jax.Array:

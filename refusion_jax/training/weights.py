@@ -21,8 +21,8 @@ from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, T
 
 # Two models that differ in these only can have the same weights.
 _COMPUTED_WITH = (
-    "dtype", "param_dtype", "remat", "scan_unroll", "attention_chunk", "attention", "initializer_range",
-    "max_position_embeddings", "rope_type", "rope_scaling", "rope_original_length", "rope_ramp",
+    "dtype", "param_dtype", "remat", "scan_unroll", "attention_chunk", "attention", "kv_dtype",
+    "initializer_range", "max_position_embeddings", "rope_type", "rope_scaling", "rope_original_length", "rope_ramp",
     "rope_attention_factor", "pad_token_id", "eos_token_ids", "mask_token_id",
 )  # fmt: skip
 

@@ -134,6 +134,24 @@ def test_decoding_is_described_by_its_stream():
     assert prefill.compile().memory_analysis().argument_size_in_bytes >= sum(prefill.held.values())
 
 
+def test_weights_and_buffer_in_int8_are_described_as_such():
+    model = dataclasses.replace(MODEL, kv_dtype="int8")
+    _, forward = decode_programs(model, DecodeShape(4, 40, CONFIG.decode, Rules(), "int8"), jax.devices()[0], 2**30)
+    assert forward.held["KV buffer"] == 2 * 2 * 4 * (64 + 64) * (8 + 4) + 4 * 4
+    kernels, outputs = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16) + 64 * 16, 2 * (3 * 16 + 2 * 8 + 2 * 16) + 64
+    kept = 64 * 16 + 16 + 2 * (2 * 16 + 2 * 8)  # the embedding table and norms
+    assert forward.held["parameters"] == kernels + 4 * (outputs + kept)
+
+
+def test_flags_say_the_types_to_compile_for(run, monkeypatch):
+    told = []
+    monkeypatch.setattr(decode, "compile_decoding", lambda config, shape, _: told.append((config, shape)) or 0)
+    types = ["--quantize=int8", "--kv_dtype=int8"]
+    assert run(decode, "--config=demo", "--compile_for=v5e:2x2", *types)[0] == 0
+    assert run(decode, "--config=demo", "--compile_for=v5e:2x2")[0] == 0
+    assert [(config.model.kv_dtype, shape.quantize) for config, shape in told] == [("int8", "int8"), ("", "")]
+
+
 def test_rows_are_as_many_as_fit_where_the_number_is_left_open():
     few, many = (
         decode_programs(MODEL, DecodeShape("auto", 40, CONFIG.decode, Rules()), ONE_CHIP, free)[1].tokens

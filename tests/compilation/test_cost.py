@@ -174,6 +174,34 @@ def test_of_a_conditional_the_largest_branch_counts():
     assert program_cost(CONDITIONAL).flops == 2 * 8**3
 
 
+# As the TPU compiler writes a product with one layer of int8 kernels: in other tiles on the way, but not in memory.
+LAYER_OF_INT8 = """HloModule jit_f, is_scheduled=true
+
+%copy_fusion (input: s8[6,64,128]) -> s8[6,64,128] {
+  %input = s8[6,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[6,64,128]{2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%layer (stack: s8[6,64,128], at: s32[]) -> s8[1,64,128] {
+  %stack = s8[6,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %tiled = s8[6,64,128]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, calls=%copy_fusion
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = s8[1,64,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%tiled, %at, %zero, %zero), x={1,64,128}
+}
+
+ENTRY %main (kernels: s8[6,64,128], number: s32[]) -> s8[1,64,128] {
+  %kernels = s8[6,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %number = s32[] parameter(1)
+  ROOT %result = s8[1,64,128]{2,1,0:T(8,128)(4,1)} fusion(%kernels, %number), kind=kLoop, calls=%layer
+}
+"""
+
+
+def test_other_tiles_inside_a_fusion_read_only_what_is_used():
+    assert program_cost(LAYER_OF_INT8).bytes == 2 * 64 * 128 + 4
+
+
 @pytest.mark.parametrize(
     ("window", "pairs"),
     [

@@ -46,6 +46,14 @@ def test_a_buffer_counts_one_layer_of_it():
     assert cost.bytes == 2 * query + 2 * own + 2 * buffer + 4 * (2 * 64 * 16 + 1 + 2)
 
 
+def test_a_buffer_in_int8_counts_its_scales():
+    scales = "  %d = f32[3,2,8,1,2048]{4,3,2,1,0} parameter(6)\n  ROOT"
+    text = BUFFER.replace("bf16[3,2,8", "s8[3,2,8").replace("  ROOT", scales).replace("%c, %c)", "%c, %c, %d, %d)")
+    cost = program_cost(text)
+    assert cost.flops == program_cost(BUFFER).flops
+    assert program_cost(BUFFER).bytes - cost.bytes == 2 * 2 * 8 * 2048 * (2 * 128 - (128 + 4))
+
+
 def test_other_calls_have_no_flops():
     assert program_cost(SPLASH.replace("splash_mqa_KIND", "something")).flops == 0
     assert program_cost(BUFFER.replace('"tpu_custom_call"', '"Sharding"')).flops == 0

@@ -6,12 +6,14 @@ import pytest
 
 from refusion_jax.config import ModelConfig
 from refusion_jax.decoding import kv_cache
-from refusion_jax.decoding.kv_cache import commit, empty_cache, write_prompts
+from refusion_jax.decoding.kv_cache import commit, empty_cache, full_cache, write_prompts
 from refusion_jax.modeling import KVCache
+from refusion_jax.modeling.quantization import quantize_heads
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERS, HEADS, BUFFER, HEAD_DIM = 2, 2, 12, 4
+write_compiled, commit_compiled = jax.jit(write_prompts), jax.jit(commit)
 
 
 def random_cache(rng, lengths) -> KVCache:
@@ -94,10 +96,48 @@ def test_the_longest_commit_decides_how_many_chunks_are_written(monkeypatch):
         check(random_cache(rng, [0, 2, 8, 11]), random_query(rng, 4, 8), counts, committing)
 
 
+# ---- int8 --------------------------------------------------------------------------------------------------------
+
+INT8 = ModelConfig(
+    vocab_size=16, num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, kv_dtype="int8"
+)
+
+
+def dequantised(cache):
+    return cache.keys * cache.key_scales[..., None], cache.values * cache.value_scales[..., None]
+
+
+def test_an_empty_cache_in_int8():
+    cache = empty_cache(INT8, batch=3, buffer_length=9)
+    assert cache.keys.shape == cache.values.shape == (LAYERS, 3, HEADS, 9, HEAD_DIM)
+    assert cache.key_scales.shape == cache.value_scales.shape == (LAYERS, 3, HEADS, 9)
+    assert cache.keys.dtype == cache.values.dtype == "int8"
+    assert cache.key_scales.dtype == cache.value_scales.dtype == "float32"
+
+
+def test_int8_entries_are_those_of_the_other_buffers_rounded():
+    """Prompts and commits, one of them with its window moved back from the buffer's end."""
+    rng = np.random.default_rng(5)
+    exact = random_cache(rng, [0, 2, 7, 8])
+    rounded = full_cache(INT8, (exact.keys, exact.values), exact.lengths)
+    kv, prompts = random_query(rng, 4, 5), random_query(rng, 2, 3)
+    arguments = (np.array([3, 4], np.int32), np.array([3, 1], np.int32))
+    for cache in (exact, rounded):
+        after = commit_compiled(write_compiled(cache, prompts, *arguments), kv, np.array([5, 0, 5, 1], np.int32))
+        if cache is exact:
+            wanted = after
+    np.testing.assert_array_equal(after.lengths, wanted.lengths)
+    for part, whole, scales in zip(
+        dequantised(after), (wanted.keys, wanted.values), (after.key_scales, after.value_scales), strict=True
+    ):
+        expected = quantize_heads(whole)
+        np.testing.assert_allclose(scales, expected.scales, rtol=1e-6)
+        assert np.all(np.abs(part - whole) <= 0.5001 * expected.scales[..., None])
+
+
 # ---- prompts -------------------------------------------------------------------------------------------------------
 
 BATCH = 4
-write_compiled = jax.jit(write_prompts)
 
 
 def check_prompts(rows, lengths, width=5, seed=0):

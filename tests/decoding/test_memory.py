@@ -41,6 +41,17 @@ def test_the_formula_is_what_a_buffer_takes(dtype):
     assert kv_bytes(config, 5, 9) == 2 * 3 * 5 * 9 * 2 * 6 * (4 if dtype == "float32" else 2)
 
 
+def test_a_buffer_in_int8_has_scales():
+    config = ModelConfig(vocab_size=16, num_hidden_layers=3, num_key_value_heads=2, head_dim=6, kv_dtype="int8")
+    cache = empty_cache(config, batch=5, buffer_length=9)
+    buffers = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    assert kv_bytes(config, 5, 9) == sum(part.nbytes for part in buffers) == 2 * 3 * 5 * 9 * 2 * (6 + 4)
+    # The query's own are not in int8.
+    exact = dataclasses.replace(config, kv_dtype="")
+    saved = kv_bytes(exact, 1, 9) - kv_bytes(config, 1, 9)
+    assert row_bytes(exact, 9, 4) - row_bytes(config, 9, 4) == saved
+
+
 # ---- the compiled programs hold one buffer -------------------------------------------------------------------------
 
 # The buffer is many times what a forward of so small a model computes with, one layer of it included.

@@ -1,5 +1,6 @@
 """Both decoders against every recorded case, one row at a time and in mixed batches."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -81,6 +82,27 @@ def test_recorded_cases(model, compiled, monkeypatch, batch_size):
     check(cases, generate(model, cases, batch_size))
     # Whatever the settings, all ways together stay below ten.
     assert compiled.count("jit(decode_loop)") < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "types",
+    [{"quantize": "int8"}, {"kv_dtype": "int8"}, {"quantize": "int8", "kv_dtype": "int8"}],
+    ids=["weights", "buffer", "both"],
+)
+def test_int8_commits_nearly_the_same_tokens(monkeypatch, types):
+    """The recorded responses are those of float32."""
+    monkeypatch.setattr(batching, "MIN_RESPONSE_BUCKET", 256)
+    cases = shuffled_cases()
+    agrees = []
+    for case, tokens in zip(
+        cases, generate(api.load(REFERENCE / "checkpoint", **types), cases, 40).committed, strict=True
+    ):
+        recorded = case["expected"][len(case["prompt"]) :]
+        # Position by position; what only one of the two has is no agreement.
+        agrees += [ours == theirs for ours, theirs in itertools.zip_longest(tokens, recorded)]
+    print(f"\n{types}: {np.mean(agrees):.2%} of {len(agrees):,} committed tokens agree")
+    assert np.mean(agrees) >= 0.98
 
 
 def test_forty_rows(model, compiled, monkeypatch):

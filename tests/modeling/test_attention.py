@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from refusion_jax.modeling.attention import ALL_GROUPS, KVCache, LongVisibility, Visibility, attend, visibility_bias
+from refusion_jax.modeling.quantization import quantize_heads
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -94,6 +95,23 @@ def attend_behind(caches, seed=6):
     query, keys, values = random_inputs(seed, with_buffer=False)
     blocks = [(*(cache.keys[0] for cache in caches), *keys), (*(cache.values[0] for cache in caches), *values)]
     return np.asarray(jax.jit(attend)(query, *blocks, visibility_bias(labels("causal"), caches)))
+
+
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_int8_buffers_are_their_numbers_times_their_scales(rows):
+    query, keys, values = random_inputs(8, with_buffer=False)
+    buffers = np.random.default_rng(9).normal(size=(2, rows, KV_HEADS, BUFFER, HEAD_DIM)).astype(np.float32)
+    lengths = COMMITTED[:rows]
+    held = [quantize_heads(jnp.asarray(part)[None]) for part in buffers]
+    (key_numbers, key_scales), (value_numbers, value_scales) = ((part.numbers, part.scales) for part in held)
+    cache = KVCache(key_numbers, value_numbers, jnp.asarray(lengths), key_scales, value_scales)
+    exact = cache_of(*(np.asarray(part.numbers * part.scales[..., None])[0] for part in held), lengths)
+    bias = visibility_bias(labels("causal"), [cache])
+    (key_block, value_block) = jax.tree.map(lambda part: part[0], cache.blocks)
+    got = jax.jit(attend)(query, (key_block, *keys), (value_block, *values), bias)
+    np.testing.assert_allclose(got, attend_behind([exact], seed=8), atol=1e-5)
+    long = LongVisibility(labels("causal"), (cache.lengths,), 3)
+    np.testing.assert_allclose(jax.jit(attend)(query, (key_block, *keys), (value_block, *values), long), got, atol=1e-5)
 
 
 @pytest.mark.parametrize("committed", [0, 5, BUFFER])

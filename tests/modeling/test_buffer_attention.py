@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from refusion_jax.config import ModelConfig
+from refusion_jax.decoding.kv_cache import full_cache
 from refusion_jax.modeling import ALL_GROUPS, KVCache, Transformer, Visibility, buffer_attention
 from refusion_jax.modeling.attention import attend, visibility_bias
 from refusion_jax.modeling.buffer_attention import BufferedRows, fits
+from refusion_jax.modeling.quantization import Quantized, quantize_heads
 
 LAYERS, BATCH, KV_HEADS, BUFFER, HEAD_DIM, LAYER = 2, 4, 2, 40, 128, 1
 BLOCK = 16  # so that the last of the buffer's blocks is cut short
@@ -75,6 +77,26 @@ def test_what_lies_beyond_the_committed_length_changes_nothing():
     assert np.array_equal(by_kernel(query, key, value, *spoiled, visibility), expected)
 
 
+@pytest.mark.parametrize("kind", ["causal", "slot-local", "all"])
+@pytest.mark.parametrize(("length", "groups"), [(1, 1), (9, 3)])
+def test_a_buffer_in_int8_equals_plain_attention_to_its_numbers_times_its_scales(kind, length, groups):
+    query, key, value, *buffers = random_inputs(length, length, groups)
+    keys, values = map(quantize_heads, buffers)
+    visibility = visibility_of(kind, length)
+    exact = (part.numbers * part.scales[..., None] for part in (keys, values))
+    got = by_kernel(query, key, value, keys, values, visibility)
+    np.testing.assert_allclose(got, plain(query, key, value, *exact, visibility), atol=1e-5)
+
+
+def test_scales_beyond_the_committed_length_change_nothing():
+    query, key, value, *buffers = random_inputs(6, 8, 2)
+    keys, values = map(quantize_heads, buffers)
+    visibility, free = visibility_of("causal", 8), np.arange(BUFFER) >= LENGTHS[:, None, None]
+    spoiled = (Quantized(part.numbers, jnp.where(free, jnp.nan, part.scales)) for part in (keys, values))
+    expected = by_kernel(query, key, value, keys, values, visibility)
+    assert np.array_equal(by_kernel(query, key, value, *spoiled, visibility), expected)
+
+
 @pytest.mark.parametrize(
     ("length", "groups", "head_dim", "possible"),
     [(16, 4, 128, True), (1, 1, 256, True), (256, 4, 128, True), (257, 4, 128, False), (16, 4, 64, False)],
@@ -83,7 +105,8 @@ def test_what_fits(length, groups, head_dim, possible):
     assert fits(length, groups, head_dim) == possible
 
 
-def test_the_layers_of_a_model_read_their_own_part_of_the_buffer():
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_the_layers_of_a_model_read_their_own_part_of_the_buffer(kv_dtype):
     config = ModelConfig(
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, initializer_range=0.3,
@@ -91,7 +114,7 @@ def test_the_layers_of_a_model_read_their_own_part_of_the_buffer():
     length = 5
     tokens = np.random.default_rng(7).integers(0, 40, (BATCH, length)).astype(np.int32)
     position_ids = np.broadcast_to(np.arange(length), tokens.shape) + LENGTHS[:, None]
-    cache = KVCache(*random_inputs(8, length, 2)[3:], jnp.asarray(LENGTHS))
+    cache = full_cache(dataclasses.replace(config, kv_dtype=kv_dtype), random_inputs(8, length, 2)[3:], LENGTHS)
     params = nn.unbox(jax.jit(Transformer(config).init)(jax.random.key(0), tokens, tokens))["params"]
 
     def hidden(attention):
