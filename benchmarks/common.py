@@ -94,8 +94,12 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+    """Versions of Python and of the packages that matter, as far as they are there."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def peak_rss_mib() -> float:

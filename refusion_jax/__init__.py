@@ -1,5 +1,6 @@
 """ReFusion: a diffusion language model that decodes whole slots of tokens in parallel, in JAX and Flax."""
 
+from refusion_jax import accelerators
 from refusion_jax.api import Model, StreamRequest, Watch, generate, generate_stream, load, logits, prepare
 from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.data import DataError
@@ -25,6 +26,7 @@ __all__ = [
     "StreamRequest",
     "Verification",
     "Watch",
+    "accelerators",
     "generate",
     "generate_stream",
     "load",

@@ -83,6 +83,21 @@ def define_compile_for(flag_values: flags.FlagValues) -> None:
     )
 
 
+def refuse_beside_compile_for(values: flags.FlagValues, names: Iterable[str]) -> None:
+    """Refuses flags that compiling does not read.
+
+    Args:
+      values: parsed flags. names: of those that are not read.
+
+    Raises:
+      ConfigError: naming those that were given.
+    """
+    given = [f"--{name}" for name in names if values[name].present]
+    if given:
+        pronoun = "them" if len(given) > 1 else "it"
+        raise ConfigError(f"--compile_for only compiles and does not read {', '.join(given)}; leave {pronoun} out.")
+
+
 def parse(arguments: Sequence[str], flag_values: flags.FlagValues, required: Iterable[str] = ()) -> flags.FlagValues:
     """Returns a parsed copy of `flag_values`, in which `config`, if defined, is a `Config`.
 

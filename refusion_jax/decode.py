@@ -44,7 +44,7 @@ from typing import Any, BinaryIO
 import jax
 from absl import flags
 
-from refusion_jax import answers, command_line
+from refusion_jax import accelerators, answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
@@ -58,7 +58,7 @@ from refusion_jax.files import fingerprint, read_lines
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.huggingface import local_directory
 from refusion_jax.modeling.quantization import QUANTIZATIONS
-from refusion_jax.processes import Interrupted, Process, Signals, define_processes, join_processes
+from refusion_jax.processes import PROCESS_FLAGS, Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
 from refusion_jax.prompts import Prepared
 from refusion_jax.sharding import decoding_mesh
@@ -66,6 +66,12 @@ from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, T
 
 # What `load` reads of a Hugging Face directory.
 _HUGGING_FACE_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+
+# What prompts and answers need; compiling has neither.
+_NOT_COMPILED = (
+    "prompt", "input", "output", "chat", "system", "enable_thinking", "ordered", "trace", "prompt_field", "prefix",
+    "num_samples", "seed", *PROCESS_FLAGS,
+)  # fmt: skip
 
 
 class _BatchSize(flags.ArgumentParser):
@@ -164,6 +170,7 @@ def main(args: flags.FlagValues) -> None:
     Raises:
       ConfigError: for flags that do not belong together.
     """
+    accelerators.set_flags()
     if args.compile_for is not None:
         if status := _compile(args):
             sys.exit(status)
@@ -176,6 +183,7 @@ def main(args: flags.FlagValues) -> None:
     _check_flags(args)
     process = join_processes(args)
     keep_freed_memory()
+    accelerators.keep_programs()
     try:
         with Signals() as signals:
             status = _decode(args, process, signals)
@@ -192,6 +200,7 @@ def main(args: flags.FlagValues) -> None:
 
 def _compile(args: flags.FlagValues) -> int:
     """Compiles for `--compile_for`; returns the exit status."""
+    command_line.refuse_beside_compile_for(args, _NOT_COMPILED)
     if (args.checkpoint is None) == (not args.config):
         raise ConfigError("--compile_for needs either --checkpoint or --config: the model to compile.")
     config = args.config or described_config(args.checkpoint)

@@ -4,8 +4,9 @@ import ctypes
 import importlib.util
 import platform
 
+from refusion_jax.accelerators import PLUGINS
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_ACCELERATOR_PLUGINS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
 
 
 def keep_freed_memory() -> None:
@@ -17,7 +18,8 @@ def keep_freed_memory() -> None:
     Call it before anything starts JAX's backend: glibc gives the threads that exist then memory of their own. So it
     asks for installed accelerator plugins, not for the devices, which would start it.
     """
-    if platform.libc_ver()[0] != "glibc" or any(map(importlib.util.find_spec, _ACCELERATOR_PLUGINS)):
+    plugins = (name for names in PLUGINS.values() for name in names)
+    if platform.libc_ver()[0] != "glibc" or any(map(importlib.util.find_spec, plugins)):
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_MAX, 0)

@@ -22,6 +22,7 @@ from orbax.checkpoint import multihost
 
 from refusion_jax.config import ConfigError
 
+PROCESS_FLAGS = ("num_processes", "process_id", "coordinator_address")
 _SHUTDOWN_SECONDS = 30
 _FAULT_KEY = "refusion_jax/fault"
 _FAULT_WAIT_SECONDS = 5.0  # for the others to have read it
@@ -113,12 +114,11 @@ def join_processes(args: flags.FlagValues) -> Process:
     Raises:
       ConfigError: for flags that do not fit each other.
     """
-    names = ("num_processes", "process_id", "coordinator_address")
-    given = [name for name in names if args[name].value is not None]
+    given = [name for name in PROCESS_FLAGS if args[name].value is not None]
     if not given:
         return _join_cluster() if _in_cluster() else ALONE
-    if len(given) < len(names):
-        missing = next(name for name in names if name not in given)
+    if len(given) < len(PROCESS_FLAGS):
+        missing = next(name for name in PROCESS_FLAGS if name not in given)
         raise ConfigError(f"--{given[0]} is given without --{missing}; processes that share the input need all three.")
     if args.process_id >= args.num_processes:
         raise ConfigError(

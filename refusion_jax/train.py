@@ -15,11 +15,11 @@ import sys
 
 from absl import flags
 
-from refusion_jax import command_line
+from refusion_jax import accelerators, command_line
 from refusion_jax.compilation.commands import compile_training
 from refusion_jax.config import ConfigError
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.processes import define_processes, failing_together, join_processes
+from refusion_jax.processes import PROCESS_FLAGS, define_processes, failing_together, join_processes
 from refusion_jax.training.loop import train
 
 FLAGS = flags.FlagValues()
@@ -38,9 +38,11 @@ def main(args: flags.FlagValues) -> None:
     """Trains with the parsed flags, or only compiles.
 
     Raises:
-      ConfigError: without a work directory to train in.
+      ConfigError: without a work directory to train in, or with one where nothing is trained.
     """
+    accelerators.set_flags()
     if args.compile_for is not None:
+        command_line.refuse_beside_compile_for(args, ("workdir", *PROCESS_FLAGS))
         if status := compile_training(args.config, args.compile_for):
             sys.exit(status)
         return
@@ -51,6 +53,7 @@ def main(args: flags.FlagValues) -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with failing_together(join_processes(args)):
+        accelerators.keep_programs()
         train(args.config, args.workdir)
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: two threads only spin on matrices this small
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # tests leave the user's files alone
 
 import flax.linen as nn
 import jax

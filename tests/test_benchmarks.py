@@ -1,15 +1,17 @@
 """The benchmarks' arithmetic, tables and protocols; nothing here measures anything worth telling."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, loading, loss, tokenizing, train, yardstick
+from benchmarks import common, decode, gpu, gpu_decoding, loading, loss, tokenizing, train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
 from refusion_jax.modeling import Transformer
 
@@ -109,7 +111,7 @@ def test_yardstick_says_what_is_missing(tmp_path, name, message):
         common.Yardstick(str(tmp_path / name), "yardstick.py", {})
 
 
-@pytest.mark.parametrize("script", ["train.py", "decode.py", "infilling.py", "tokenizing.py"])
+@pytest.mark.parametrize("script", ["train.py", "decode.py", "infilling.py", "tokenizing.py", "gpu.py"])
 def test_benchmarks_run_as_scripts(script, tmp_path):
     """From any directory, though a script's own directory is all that Python puts on its path."""
     command = [sys.executable, str(common.HERE / script), "--help"]
@@ -245,3 +247,71 @@ def test_unusable_chunks():
     with pytest.raises(ConfigError, match="--chunks holds '-1'"):
         loss.parse_chunks(["0", "-1"])
     assert loss.parse_chunks(["0", "64"]) == [0, 64]
+
+
+# ---- one GPU ---------------------------------------------------------------------------------------------------------
+
+TRIAL = {"batch_size": 8, "length": 4096, "remat": "full"}
+
+
+def test_a_part_that_fails_or_takes_too_long_is_told_with_what_it_measured(monkeypatch):
+    def fails(command, **settings):
+        Path(command[4]).write_text(json.dumps({"records": [TRIAL | {"skipped": "too large"}]}))
+        return SimpleNamespace(returncode=1, stderr="Traceback\nRuntimeError: no GPU\n")
+
+    monkeypatch.setattr(gpu.subprocess, "run", fails)
+    part = gpu.run_part("train_0.6b", 9, [])
+    assert (part["status"], part["error"]) == ("failed", "RuntimeError: no GPU")
+    rows = gpu.rows_of("train_0.6b", part)
+    assert rows[0] == ["train_0.6b, 8 x 4096, remat full", "too large", ""]
+    assert rows[1][1].startswith("failed after") and rows[1][1].endswith("RuntimeError: no GPU")
+
+    def hangs(command, timeout, **settings):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "run", hangs)
+    assert gpu.run_part("peaks", 9, [])["status"] == "timeout"
+    assert "ran out of its time" in gpu.rows_of("peaks", gpu.run_part("peaks", 9, []))[0][1]
+
+
+def test_the_parts_take_less_than_six_minutes():
+    assert sum(gpu.SECONDS.values()) < 350
+
+
+def test_the_fastest_trial_is_marked():
+    times = {"step_seconds": {"median": 0.5}, "utilisation_of_measured": 0.5, "utilisation_of_data_sheet": None}
+    records = [TRIAL | times | {"tokens_per_second": rate} for rate in (10.0, 20.0)] + [TRIAL | {"skipped": "no"}]
+    gpu.mark_fastest(records)
+    assert [record["fastest"] for record in records] == [False, True, False]
+    rows = gpu.rows_of("train_0.6b", {"status": "ok", "records": records})
+    assert rows[1][1] == "fastest: 500.0 ms, 20 tokens/s, 50.0% of the measured peak"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_forward_reads_all_weights_but_those_of_a_mere_lookup(tied):
+    model = ModelConfig(vocab_size=64, tie_word_embeddings=tied)
+    params = gpu_decoding.random_params(model)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert gpu_decoding.read_bytes(params) == total - (0 if tied else 4 * 64 * model.hidden_size)
+
+
+def test_forwards_commit_the_stated_number_of_tokens():
+    model = ModelConfig(vocab_size=64, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    module, params = Transformer(model), gpu_decoding.random_params(model)
+    record = gpu_decoding.measure_refusion(module, params, 2, 16)
+    assert record["tokens_per_forward"] == gpu_decoding.SLOT
+    assert record["query_width"] == 2 * gpu_decoding.SLOT
+    assert record["tokens_per_second"] == pytest.approx(2 * 8 / record["forward_seconds"]["median"])
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+    output = tmp_path / "small.json"
+    parts = "peaks,train_0.6b,decode_int8_kv"
+    command = ["sh", str(common.HERE / "gpu.sh"), "--small", f"--parts={parts}", f"--output={output}"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    result = json.loads(output.read_text())
+    assert [part["status"] for part in result["parts"].values()] == ["ok"] * 3
+    for part in parts.split(","):
+        assert f"| {part}" in done.stdout

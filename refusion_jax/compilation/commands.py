@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from refusion_jax.compilation.programs import (
@@ -14,13 +15,13 @@ from refusion_jax.compilation.programs import (
     known_vocabulary,
     train_program,
 )
+from refusion_jax.compilation.remedies import decoding_remedies, training_remedies
 from refusion_jax.compilation.report import GB, Report, compile_program, describe, summary
 from refusion_jax.compilation.topologies import Topology, read_topology, require_compiler, topology_devices
 from refusion_jax.config import Config
 from refusion_jax.sharding import decoding_mesh
 
 _MOST_REMEDIES = 2
-_MORE_CHIPS = "a topology with more chips, or with larger ones"
 
 
 def compile_training(config: Config, name: str) -> int:
@@ -58,18 +59,30 @@ def compile_decoding(config: Config, shape: DecodeShape, name: str, data: int = 
     def work() -> int:
         model, mesh = _with_vocabulary(config).model, decoding_mesh(data, tensor, topology_devices(topology))
         programs = decode_programs(model, shape, mesh, topology.chip.hbm_bytes)
-        return _compile(topology, programs, lambda report: decoding_remedies(shape, report))
+        return _compile(topology, programs, lambda report: decoding_remedies(model, shape, report))
 
     return _in_child(work)
 
 
 def _in_child(work: Callable[[], int]) -> int:
-    """Does the work in a process of its own, since a compiler that fails may take its process with it."""
+    """Does the work in a process of its own, since a compiler that fails may take its process with it.
+
+    However this process ends, the other one ends too.
+    """
     sys.stdout.flush()
+    # The system closes `held` with the process that has it, even one that is killed.
+    watched, held = os.pipe()
     child = os.fork()
     if not child:
+        os.close(held)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the parent ends for it
+        threading.Thread(target=_end_after, args=(watched,), daemon=True).start()
         return work()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(watched)
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(held)
     if code >= 0:
         return code
     print(
@@ -78,6 +91,12 @@ def _in_child(work: Callable[[], int]) -> int:
         file=sys.stderr,
     )
     return 2
+
+
+def _end_after(watched: int) -> None:
+    """Ends this process when the other end of a pipe is closed, in the middle of whatever it does."""
+    os.read(watched, 1)
+    os._exit(1)
 
 
 def _with_vocabulary(config: Config) -> Config:
@@ -106,32 +125,3 @@ def _compile(topology: Topology, programs: Sequence[AbstractProgram], remedies: 
     result = summary(topology, reports)
     print(json.dumps(result))
     return 0 if result["fits"] else 1
-
-
-def training_remedies(config: Config, report: Report) -> list[str]:
-    """What may make a training step smaller, the least costly first."""
-    mesh, train = report.program.mesh, config.train
-    rows = train.batch_size // (mesh["data"] * mesh["fsdp"])
-    found = []
-    # What the chips hold between steps does not depend on how a step computes.
-    if sum(report.program.held.values()) < report.topology.chip.hbm_bytes:
-        if config.model.remat != "full":
-            found.append("--config.model.remat=full")
-        more = [parts for parts in range(train.accumulate_steps + 1, rows + 1) if rows % parts == 0]
-        if more:
-            found.append(f"--config.train.accumulate_steps={more[0]}")
-    if mesh["data"] > report.topology.slices:
-        found.append(f"--config.mesh.data={report.topology.slices} --config.mesh.fsdp=-1")
-    if config.optimizer.moments_dtype == "float32" and not config.lora.rank:
-        found.append("--config.optimizer.moments_dtype=bfloat16")
-    return [*found, _MORE_CHIPS]
-
-
-def decoding_remedies(shape: DecodeShape, report: Report) -> list[str]:
-    """What may make decoding smaller, the least costly first."""
-    if report.program.held["parameters"] >= report.topology.chip.hbm_bytes:
-        return ["a chip with more memory: the parameters alone are too large for this one"]
-    rows, shares = shape.batch_size, report.program.mesh["data"] * report.program.mesh["fsdp"]
-    half = rows // 2 // shares * shares if isinstance(rows, int) else 0
-    fewer = [f"--batch_size={half}"] if half else []
-    return [*fewer, "a smaller --gen_length or --compile_prompt_length", "a chip with more memory"]

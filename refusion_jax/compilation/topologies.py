@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -86,8 +87,8 @@ def read_topology(name: str) -> Topology:
     match = _NAME.fullmatch(name)
     if match is None or match[2] not in CHIPS:
         raise ConfigError(
-            f"--compile_for is {name!r}, which names no known TPU; give one of {', '.join(CHIPS)} with the chips along "
-            f"its axes, as in {examples}."
+            f"--compile_for is {name!r}, which names no known TPU; the known families are {', '.join(CHIPS)} with "
+            f"the chips along their axes, as in {examples}."
         )
     slices, family, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
     largest = CHIPS[family].largest
@@ -110,9 +111,15 @@ def require_compiler() -> None:
       ConfigError: when it is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            "--compile_for needs libtpu, which has the compiler; install it: pip install 'refusion_jax[tpu]'."
-        )
+        raise ConfigError(f"--compile_for needs libtpu, which has the compiler; install it: {_installation()}.")
+
+
+def _installation() -> str:
+    """The command that installs libtpu beside this package: pip knows a checkout by its directory alone."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "setup.cfg").is_file():
+        return "pip install 'refusion_jax[tpu]'"
+    return f"pip install -e '{os.path.relpath(root)}[tpu]'"
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import math
+import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -53,7 +55,7 @@ def run(capsys):
 @pytest.mark.parametrize(
     ("command", "arguments", "sentence"),
     [
-        (train, ["--config=demo", "--compile_for=v9:2x2"], "names no known TPU; give one of v5e, v5p, v6e"),
+        (train, ["--config=demo", "--compile_for=v9:2x2"], "names no known TPU; the known families are v5e, v5p, v6e"),
         (train, ["--config=demo", "--compile_for=v5e:2x3"], "the first two are even numbers"),
         (train, ["--compile_for=v5e:2x2"], "--config is missing"),
         (train, ["--config=demo"], "--workdir is missing"),
@@ -64,9 +66,14 @@ def run(capsys):
         (decode, ["--checkpoint=x", "--prompt=a", "--compile_prompt_length=3"], "needs --compile_for"),
         (decode, ["--checkpoint=x", "--config.train.steps=3"], "--config is missing"),
         (decode, ["--prompt=a"], "--checkpoint is missing"),
+        (train, ["--config=demo", "--workdir=a", "--compile_for=v5e:2x2"], "does not read --workdir; leave it out"),
+        (train, ["--config=demo", "--num_processes=2", "--process_id=0", "--compile_for=v5e:2x2"],
+         "does not read --num_processes, --process_id; leave them out"),
+        (decode, ["--config=demo", "--prompt=a", "--compile_for=v5e:2x2"], "does not read --prompt; leave it out"),
+        (decode, ["--config=demo", "--noordered", "--compile_for=v5e:2x2"], "does not read --ordered"),
         (decode, ["--checkpoint=nowhere/", "--compile_for=v5e:2x2"], "config.json"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_compiled_ends_with_one_line_and_status_2(command, arguments, sentence, run):
     status, _, err = run(command, *arguments)
     assert status == 2
@@ -79,7 +86,23 @@ def test_without_libtpu_the_command_that_installs_it_is_named(command, run, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = run(command, f"--config={command_line.find_config('demo')}", "--compile_for=v5e:2x2")
     assert status == 2
-    assert "pip install 'refusion_jax[tpu]'" in err
+    root = os.path.relpath(Path(train.__file__).parents[1])
+    assert f"pip install -e '{root}[tpu]'" in err
+
+
+READ = {
+    "config", "compile_for", "checkpoint", "compile_prompt_length", "batch_size", "slot_score", "quantize", "kv_dtype",
+    "data_parallel", "tensor_parallel", *(field.name for field in dataclasses.fields(DecodeConfig)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [train, decode])
+def test_every_flag_is_read_by_compiling_or_refused_beside_it(command, run):
+    for name in set(command.FLAGS) - READ:
+        flag = command.FLAGS[name]
+        value = {"bool": "true", "int": "1"}.get(flag.flag_type(), "a")
+        status, _, err = run(command, "--config=demo", f"--{name}={value}", "--compile_for=v5e:2x2")
+        assert status == 2 and f"does not read --{name};" in err
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -2,21 +2,21 @@
 
 import collections
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import jax
 import pytest
 
 from refusion_jax.compilation import commands
-from refusion_jax.compilation.commands import decoding_remedies, training_remedies
 from refusion_jax.compilation.cost import Cost
-from refusion_jax.compilation.programs import AbstractProgram, DecodeShape
+from refusion_jax.compilation.programs import AbstractProgram
 from refusion_jax.compilation.report import Report, bounds, compile_program, describe, needed_bytes, summary
 from refusion_jax.compilation.topologies import read_topology
-from refusion_jax.config import Config, DataConfig, DecodeConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from refusion_jax.decoding import Rules
 
 TOPOLOGY = read_topology("v5e:2x2")
 LIMIT = TOPOLOGY.chip.hbm_bytes
@@ -121,49 +121,7 @@ def test_what_does_not_fit_is_said_in_a_sentence_with_two_remedies(capsys):
     assert (found["fits"], found["hbm_bytes_per_chip"], found["flops_ratio"]) == (False, 20 * 2**30, None)
 
 
-def config(remat="none", batch_size=16, accumulate_steps=1, moments_dtype="float32", rank=0):
-    return Config(
-        model=ModelConfig(remat=remat, vocab_size=64),
-        data=DataConfig(),
-        train=TrainConfig(batch_size=batch_size, accumulate_steps=accumulate_steps, init_from="runs/a" if rank else ""),
-        optimizer=OptimizerConfig(moments_dtype=moments_dtype),
-        lora=LoraConfig(rank=rank),
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "shape", "first"),
-    [
-        ({}, {}, ["--config.model.remat=full", "--config.train.accumulate_steps=2"]),
-        ({"remat": "full"}, {}, ["--config.train.accumulate_steps=2", "--config.optimizer.moments_dtype=bfloat16"]),
-        ({"remat": "full", "accumulate_steps": 4, "batch_size": 16}, {"data": 2, "fsdp": 2},
-         ["--config.mesh.data=1 --config.mesh.fsdp=-1", "--config.optimizer.moments_dtype=bfloat16"]),
-        ({}, {"held": {"parameters": LIMIT + 1}},
-         ["--config.optimizer.moments_dtype=bfloat16", "a topology with more chips, or with larger ones"]),
-        ({"rank": 4, "remat": "full", "batch_size": 4}, {}, ["a topology with more chips, or with larger ones"]),
-    ],
-)  # fmt: skip
-def test_remedies_are_what_would_still_help(settings, shape, first):
-    assert training_remedies(config(**settings), report(**shape))[:2] == first
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "held", "first"),
-    [
-        (8, 100, "--batch_size=4"),
-        (12, 100, "--batch_size=4"),  # four chips have equally many
-        (4, 100, "a smaller --gen_length or --compile_prompt_length"),
-        ("auto", 100, "a smaller --gen_length or --compile_prompt_length"),
-        (8, LIMIT, "a chip with more memory: the parameters alone are too large for this one"),
-    ],
-)
-def test_remedies_of_decoding(batch_size, held, first):
-    shape = DecodeShape(batch_size, 32, DecodeConfig(), Rules())
-    assert decoding_remedies(shape, report(held={"parameters": held}))[0] == first
-
-
 def test_a_compiler_that_dies_is_said_in_a_sentence(tmp_path):
-
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, sys\nfrom refusion_jax.compilation.commands import _in_child\nsys.exit(_in_child(os.abort))\n"
@@ -171,3 +129,28 @@ def test_a_compiler_that_dies_is_said_in_a_sentence(tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: The TPU compiler itself failed (SIGABRT)")
+
+
+WAITS = """
+import os, sys, time
+from refusion_jax.compilation.commands import _in_child
+
+def work():
+    print(flush=True)
+    time.sleep(60)
+    return 0
+
+sys.exit(_in_child(work))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_compiling_process_ends_with_the_one_that_started_it(number):
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        parent.stdout.readline()
+        os.kill(parent.pid, number)
+        began = time.monotonic()
+        # The pipe ends when both processes are gone that may write to it.
+        assert parent.stdout.read() == b""
+        assert time.monotonic() - began < 30
+        assert parent.wait() != 0

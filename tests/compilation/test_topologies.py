@@ -1,9 +1,12 @@
 """Names of TPUs, and what is refused."""
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 
+from refusion_jax.compilation import topologies
 from refusion_jax.compilation.topologies import CHIPS, read_topology, topology_devices
 from refusion_jax.config import ConfigError
 from refusion_jax.training.flops import peak_flops
@@ -38,8 +41,14 @@ def test_a_shape_that_no_slice_has_is_refused(name):
         read_topology(name)
 
 
-def test_without_libtpu_the_command_that_installs_it_is_named(monkeypatch):
+def test_without_libtpu_the_command_that_installs_it_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    root = os.path.relpath(Path(topologies.__file__).parents[2])
+    with pytest.raises(ConfigError) as caught:
+        topology_devices(read_topology("v5e:2x2"))
+    assert f"install it: pip install -e '{root}[tpu]'." in str(caught.value)
+    # As a wheel has it.
+    monkeypatch.setattr(topologies, "__file__", str(tmp_path / "refusion_jax" / "compilation" / "topologies.py"))
     with pytest.raises(ConfigError, match=r"pip install 'refusion_jax\[tpu\]'"):
         topology_devices(read_topology("v5e:2x2"))
 

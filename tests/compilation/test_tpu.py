@@ -127,21 +127,29 @@ def test_decoding_compiles(name, rows, algorithm, sizes):
     assert sum(forward.cost.collectives.values()) < activations
 
 
-def test_the_command_tells_by_how_much_a_step_is_too_large():
-    done = subprocess.run(
-        [
-            sys.executable, "train.py", "--config=qwen3_0p6b_sft", "--config.model.num_hidden_layers=1",
-            "--config.train.batch_size=256", "--config.train.loss_chunk=0", "--compile_for=v5e:2x2",
-        ],
-        capture_output=True, text=True,
-    )  # fmt: skip
+TOO_LARGE = (
+    "--config=qwen3_0p6b_sft", "--config.model.num_hidden_layers=1", "--config.train.batch_size=256",
+    "--config.train.loss_chunk=0", "--compile_for=v5e:2x2",
+)  # fmt: skip
+
+
+def compile_for(*arguments):
+    return subprocess.run([sys.executable, "train.py", *arguments], capture_output=True, text=True)
+
+
+def test_the_command_tells_by_how_much_a_step_is_too_large_and_what_makes_it_smaller():
+    done = compile_for(*TOO_LARGE)
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "GB more than a chip has; try --config.model.remat=full, or --config.train.accumulate_steps=2." in lines[-2]
+    remedies = lines[-2].rpartition("GB more than a chip has; try ")[2].removesuffix(".").split(", or ")
+    assert remedies == ["--config.train.loss_chunk=256", "--config.train.accumulate_steps=2"]
     found = json.loads(lines[-1])
     assert not found["fits"]
     assert found["hbm_bytes_per_chip"] > found["hbm_limit_bytes"]
+    for remedy in remedies:
+        smaller = json.loads(compile_for(*TOO_LARGE, *remedy.split()).stdout.splitlines()[-1])
+        assert smaller["hbm_bytes_per_chip"] < 0.9 * found["hbm_bytes_per_chip"]
 
 
 def test_a_mesh_that_the_topology_does_not_have_is_refused():
