@@ -48,7 +48,7 @@ from refusion_jax import accelerators, answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
-from refusion_jax.config import KV_DTYPES, ConfigError, DecodeConfig, to_dict
+from refusion_jax.config import DTYPES, KV_DTYPES, ConfigError, DecodeConfig, to_dict
 from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
@@ -139,6 +139,9 @@ flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=
 flags.DEFINE_enum(
     "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
 )
+flags.DEFINE_enum(
+    "dtype", None, list(DTYPES), "Type of parameters and activations; by default the checkpoint's.", flag_values=FLAGS
+)
 flags.DEFINE_enum("quantize", None, list(QUANTIZATIONS), "Type to round the weights to.", flag_values=FLAGS)
 flags.DEFINE_enum(
     "kv_dtype", None, list(KV_DTYPES), "Type of the KV buffer; '' is that of activations.", flag_values=FLAGS
@@ -204,8 +207,9 @@ def _compile(args: flags.FlagValues) -> int:
     if (args.checkpoint is None) == (not args.config):
         raise ConfigError("--compile_for needs either --checkpoint or --config: the model to compile.")
     config = args.config or described_config(args.checkpoint)
-    if args.kv_dtype is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, kv_dtype=args.kv_dtype))
+    types = {"dtype": args.dtype, "param_dtype": args.dtype, "kv_dtype": args.kv_dtype}
+    types = {name: value for name, value in types.items() if value is not None}
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **types))
     decode = dataclasses.replace(config.decode, **_settings(args))
     rules = Rules(slot_score=SLOT_SCORES[args.slot_score])
     shape = DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules, args.quantize or "")
@@ -247,7 +251,8 @@ def _check_chat_flags(args: flags.FlagValues) -> None:
 
 def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
-    model = load(args.checkpoint, mesh=mesh, quantize=args.quantize, kv_dtype=args.kv_dtype)
+    types = {"dtype": args.dtype, "quantize": args.quantize, "kv_dtype": args.kv_dtype}
+    model = load(args.checkpoint, mesh=mesh, **types)
     config = dataclasses.replace(model.decode, **_settings(args))
     if args.prefix:
         try:
@@ -402,6 +407,7 @@ def _identity(args: flags.FlagValues, config: DecodeConfig) -> dict[str, Any]:
         "num_samples": args.num_samples,
         "seed": args.seed,
         "slot_score": args.slot_score,
+        "dtype": args.dtype,
         "quantize": args.quantize,
         "kv_dtype": args.kv_dtype,
         **to_dict(config),

@@ -78,20 +78,21 @@ def test_weights_and_buffer_in_int8(run, run_file):
     assert status == 0 and objects[0]["response"] == out.removesuffix("\n")
 
 
-@pytest.mark.parametrize("types", [["--quantize=int8"], ["--kv_dtype=int8"]])
+@pytest.mark.parametrize("types", [["--quantize=int8"], ["--kv_dtype=int8"], ["--dtype=bfloat16"]])
 def test_an_output_of_other_types_is_not_continued(types, run, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "S:7+1?"}\n')
     arguments = [f"--input={source}", f"--output={target}", "--batch_size=4"]
     assert run(*arguments)[0] == 0
     status, _, err = run(*arguments, *types)
-    assert status == 2 and f"{types[0][2:].split('=')[0]} None, not 'int8'" in err
+    name, value = types[0].removeprefix("--").split("=")
+    assert status == 2 and f"{name} None, not {value!r}" in err
 
 
-@pytest.mark.parametrize("flag", ["quantize", "kv_dtype"])
-def test_types_that_are_not_known(flag, run):
+@pytest.mark.parametrize(("flag", "known"), [("quantize", "int8"), ("kv_dtype", "int8"), ("dtype", "bfloat16")])
+def test_types_that_are_not_known(flag, known, run):
     status, _, err = run("--prompt=S:7+1?", f"--{flag}=int4")
-    assert status == 2 and "int8" in err and err.count("\n") == 1
+    assert status == 2 and known in err and err.count("\n") == 1
 
 
 def test_a_file_keeps_order_and_fields(run_file, expected):
@@ -222,7 +223,7 @@ def test_token_prompts_with_and_without_tokenizer(run_file, tiny_run, expected, 
     _, objects, _ = run_file(lines)
     assert [found["response"] for found in objects] == list(expected.values())
 
-    monkeypatch.setattr(decode, "load", lambda path, mesh: dataclasses.replace(model, tokenizer=None))
+    monkeypatch.setattr(decode, "load", lambda path, **_: dataclasses.replace(model, tokenizer=None))
     status, objects, _ = run_file([*lines, '{"prompt": "S:1?"}'])
     assert status == 1
     assert [model.tokenizer.decode(found["response"]) for found in objects[:4]] == list(expected.values())
@@ -238,7 +239,7 @@ def test_more_devices_than_there_are_end_with_one_line_and_status_2(run, flag):
 
 
 def test_a_text_prompt_for_a_model_without_tokenizer(run, tiny_run, monkeypatch):
-    monkeypatch.setattr(decode, "load", lambda path, mesh: dataclasses.replace(api.load(tiny_run), tokenizer=None))
+    monkeypatch.setattr(decode, "load", lambda path, **_: dataclasses.replace(api.load(tiny_run), tokenizer=None))
     status, out, err = run("--prompt=S:1?")
     assert (status, out) == (2, "")
     assert err == "error: The model has no tokenizer; give prompts as lists of token IDs.\n"
@@ -324,7 +325,7 @@ def test_an_input_that_cannot_be_read(run, tmp_path):
 
 @pytest.mark.parametrize("output", ["nowhere/out.jsonl", "directory"])
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "load", lambda path, mesh: pytest.fail("loaded"))
+    monkeypatch.setattr(decode, "load", lambda path, **_: pytest.fail("loaded"))
     (tmp_path / "directory").mkdir()
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "S:1?"}\n')

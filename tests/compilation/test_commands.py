@@ -91,8 +91,8 @@ def test_without_libtpu_the_command_that_installs_it_is_named(command, run, monk
 
 
 READ = {
-    "config", "compile_for", "checkpoint", "compile_prompt_length", "batch_size", "slot_score", "quantize", "kv_dtype",
-    "data_parallel", "tensor_parallel", *(field.name for field in dataclasses.fields(DecodeConfig)),
+    "config", "compile_for", "checkpoint", "compile_prompt_length", "batch_size", "slot_score", "dtype", "quantize",
+    "kv_dtype", "data_parallel", "tensor_parallel", *(field.name for field in dataclasses.fields(DecodeConfig)),
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_decoding_is_described_by_its_stream():
 
 def test_weights_and_buffer_in_int8_are_described_as_such():
     model = dataclasses.replace(MODEL, kv_dtype="int8")
-    _, forward = decode_programs(model, DecodeShape(4, 40, CONFIG.decode, Rules(), "int8"), jax.devices()[0], 2**30)
+    _, forward = decode_programs(model, DecodeShape(4, 40, CONFIG.decode, Rules(), "int8"), ONE_CHIP, 2**30)
     assert forward.held["KV buffer"] == 2 * 2 * 4 * (64 + 64) * (8 + 4) + 4 * 4
     kernels, outputs = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16) + 64 * 16, 2 * (3 * 16 + 2 * 8 + 2 * 16) + 64
     kept = 64 * 16 + 16 + 2 * (2 * 16 + 2 * 8)  # the embedding table and norms
@@ -168,11 +168,15 @@ def test_weights_and_buffer_in_int8_are_described_as_such():
 
 def test_flags_say_the_types_to_compile_for(run, monkeypatch):
     told = []
-    monkeypatch.setattr(decode, "compile_decoding", lambda config, shape, _: told.append((config, shape)) or 0)
-    types = ["--quantize=int8", "--kv_dtype=int8"]
+    monkeypatch.setattr(decode, "compile_decoding", lambda config, shape, *_: told.append((config, shape)) or 0)
+    types = ["--dtype=bfloat16", "--quantize=int8", "--kv_dtype=int8"]
     assert run(decode, "--config=demo", "--compile_for=v5e:2x2", *types)[0] == 0
     assert run(decode, "--config=demo", "--compile_for=v5e:2x2")[0] == 0
-    assert [(config.model.kv_dtype, shape.quantize) for config, shape in told] == [("int8", "int8"), ("", "")]
+    models, shapes = ([each[place] for each in told] for place in (0, 1))
+    assert [(model.dtype, model.param_dtype, model.kv_dtype) for model in (each.model for each in models)] == [
+        ("bfloat16", "bfloat16", "int8"), ("float32", "float32", ""),
+    ]  # fmt: skip
+    assert [shape.quantize for shape in shapes] == ["int8", ""]
 
 
 def test_rows_are_as_many_as_fit_where_the_number_is_left_open():
