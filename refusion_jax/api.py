@@ -32,7 +32,8 @@ from refusion_jax.huggingface import (
     read_params,
     read_tokenizer,
 )
-from refusion_jax.modeling import Transformer, quantization
+from refusion_jax.modeling import Transformer
+from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
 from refusion_jax.sharding import AXES, check_rows, check_widths, row_shares
@@ -77,7 +78,8 @@ def load(
       dtype: "float32", "bfloat16" or "float16", for parameters and activations; by default what the checkpoint says.
       mesh: a mesh of `sharding.make_mesh`, over which the parameters are split, and on which `generate` decodes: rows
         over `data` and `fsdp`, heads over `tensor`. By default all is on the first device.
-      quantize: "int8" rounds the weights of matrix products to int8 once they are read, see `modeling.quantization`.
+      quantize: "int8" rounds the weights of matrix products to int8 while they are read, see `modeling.quantization`:
+        devices never hold more than one of them in another type; of a Hugging Face directory, more than one layer's.
       kv_dtype: "int8" keeps a decode's keys and values in int8, "" in the type of activations; by default what a run's
         configuration says, else as activations.
 
@@ -88,8 +90,8 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {brief(dtype)}, not one of {', '.join(DTYPES)}.")
-    if quantize is not None and quantize not in quantization.QUANTIZATIONS:
-        raise ConfigError(f"quantize is {brief(quantize)}, not one of {', '.join(quantization.QUANTIZATIONS)}.")
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ConfigError(f"quantize is {brief(quantize)}, not one of {', '.join(QUANTIZATIONS)}.")
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype is {brief(kv_dtype)}; it must be 'int8', or '' for the type of activations.")
     if mesh is not None:
@@ -101,13 +103,12 @@ def load(
         run = read_run_config(directory)
         config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
         config = _with_kv_dtype(config, kv_dtype)
-        params = run_params(directory, run, _shardings(config, mesh), config.param_dtype)
+        params = run_params(directory, run, _shardings(config, mesh), config.param_dtype, quantize)
         tokenizer, decode = _run_tokenizer(directory), run.decode
     else:
         tokenizer = read_tokenizer(directory)
         config = _with_kv_dtype(read_model_config(directory, tokenizer, dtype), kv_dtype)
-        params, decode = read_params(directory, config, _shardings(config, mesh)), DecodeConfig()
-    params = quantization.quantize(params) if quantize else params
+        params, decode = read_params(directory, config, _shardings(config, mesh), quantize), DecodeConfig()
     return Model(config, Transformer(config), params, tokenizer, decode, mesh)
 
 

@@ -66,9 +66,10 @@ def export_checkpoint(
       max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
 
     Raises:
-      CheckpointError: when `directory` holds something or cannot be written, or no architecture that `transformers`
-        knows computes what the model does.
+      CheckpointError: when `directory` holds something or cannot be written, the parameters are quantised, or no
+        architecture that `transformers` knows computes what the model does.
     """
+    check_unquantised(params)
     dtype = dtype or config.param_dtype
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype is {dtype!r}, not one of {', '.join(DTYPES)}.")
@@ -79,6 +80,19 @@ def export_checkpoint(
         write_json(temporary / CONFIG_NAME, described)
         _write_generation_config(temporary / GENERATION_CONFIG_NAME, described)
         _write_weights(temporary, params, tensor_specs(config, described["model_type"]), dtype, max_shard_size)
+
+
+def check_unquantised(params: Any) -> None:
+    """Refuses to write parameters of `modeling.quantization.quantize`.
+
+    Raises:
+      CheckpointError: for these.
+    """
+    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params)):
+        raise CheckpointError(
+            "The parameters are quantised to int8, from which the model's own weights cannot be had again; load it "
+            "without quantize, and write that."
+        )
 
 
 def describe(config: ModelConfig, dtype: str, bos_token_id: int | None = None) -> dict[str, Any]:

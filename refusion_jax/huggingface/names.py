@@ -116,13 +116,6 @@ def stored_name(name: str, model_type: str) -> str:
     return name if name == "lm_head.weight" and model_type != "llada" else f"model.{name}"
 
 
-def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Sets a leaf of a nested dictionary."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
 def get(tree: Any, path: tuple[str, ...]) -> Any:
     """A leaf of a nested dictionary."""
     for key in path:

@@ -73,17 +73,21 @@ def merge(params: Any, lora: Any, config: LoraConfig) -> Any:
         found = sorted({path[-2] for path in adapters})
         raise ConfigError(f"lora.targets is {config.targets}, but the adapters are for {', '.join(found)}.")
     for path, kernel in kernels.items():
-        a, b = (adapters[*path, name].astype(jnp.float32) for name in ("a", "b"))
+        a, b = (adapters[*path, name] for name in ("a", "b"))
         if (*a.shape[:2], b.shape[2]) != kernel.shape or a.shape[2] != config.rank or b.shape[1] != config.rank:
             raise ConfigError(
                 f"The adapter of {path[-1]} is {a.shape} by {b.shape}; with lora.rank {config.rank} the kernel, "
                 f"{kernel.shape}, needs another."
             )
-        product = jnp.einsum("lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST)
-        merged[*path, "kernel"] = (kernel.astype(jnp.float32) + config.alpha / config.rank * product).astype(
-            kernel.dtype
-        )
+        merged[*path, "kernel"] = merge_kernel(kernel, a, b, config)
     return unflatten_dict(merged)
+
+
+def merge_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.Array:
+    """A kernel (..., inputs, outputs) with the product of its adapter added in float32, in its own type."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    product = jnp.einsum("...ir,...ro->...io", a, b, precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + config.alpha / config.rank * product).astype(kernel.dtype)
 
 
 def _adapted(params: Any, config: LoraConfig) -> dict[_Path, Any]:

@@ -5,15 +5,18 @@ A product with int8 numbers is scaled afterwards, so that there is never a copy 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from refusion_jax.config import ConfigError
+
+Path = tuple[str, ...]
 
 QUANTIZATIONS = ("int8",)
 _LARGEST = 127
@@ -53,17 +56,41 @@ def quantize(params: Any) -> Any:
     Raises:
       ConfigError: when they are quantised already.
     """
-    made = jax.tree.map(lambda leaf: leaf, params)
-    for path in sorted(_paths(params), key=lambda path: _get(params, path).size):
-        leaf, module = _get(params, path), _get(made, path[:-1])
+    leaves = sorted(_leaves(params), key=lambda item: item[1].size)
+    return quantize_leaves(leaves, is_tied="lm_head" not in params)
+
+
+def quantize_leaves(leaves: Iterable[tuple[Path, jax.Array]], is_tied: bool) -> dict[str, Any]:
+    """What `quantize` makes of parameters that come one after another, so that only one at a time is not in int8 yet.
+
+    Args:
+      leaves: paths and arrays; each array that is quantised is deleted before the next is asked for.
+      is_tied: whether the embedding table is the unembedding too.
+
+    Raises:
+      ConfigError: when they are quantised already.
+    """
+    made: dict[Path, jax.Array] = {}
+    for path, leaf in leaves:
+        axis = scale_axis(path, is_tied)
+        if axis is None:
+            made[path] = leaf
+            continue
         if leaf.dtype == jnp.int8:
             raise ConfigError(f"{'/'.join(path)} is int8: the parameters are quantised already; use them as they are.")
-        traced = isinstance(leaf, jax.core.Tracer)
-        module[path[-1]], module["scale"] = _quantize_leaf(_axis(path), None if traced else leaf.sharding)(leaf)
-        if not traced:
-            jax.block_until_ready(module["scale"])
-            leaf.delete()
-    return made
+        made[path], made[scale_path(path)] = quantize_leaf(leaf, axis)
+    return unflatten_dict(made)
+
+
+def quantize_leaf(leaf: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """A parameter, which is deleted, as int8 numbers and float32 scales, of which those along `axis` share one."""
+    traced = isinstance(leaf, jax.core.Tracer)
+    sharding = None if traced or not isinstance(leaf.sharding, NamedSharding) else leaf.sharding
+    numbers, scale = _quantizer(axis, leaf.ndim, sharding)(leaf)
+    if not traced:
+        jax.block_until_ready(scale)
+        leaf.delete()
+    return numbers, scale
 
 
 def quantized_shardings(params: Any, shardings: Any) -> Any:
@@ -73,10 +100,36 @@ def quantized_shardings(params: Any, shardings: Any) -> Any:
       params: the parameters, or their shapes.
       shardings: where each of them goes, a pytree like them.
     """
-    made = jax.tree.map(lambda leaf: leaf, shardings)
-    for path in _paths(params):
-        _get(made, path[:-1])["scale"] = _scale_sharding(_get(shardings, path), _get(params, path).ndim, _axis(path))
-    return made
+    made = dict(_leaves(shardings))
+    for path, leaf in _leaves(params):
+        axis = scale_axis(path, is_tied="lm_head" not in params)
+        if axis is not None:
+            made[scale_path(path)] = scale_sharding(made[path], leaf.ndim, axis)
+    return unflatten_dict(made)
+
+
+def scale_axis(path: Path, is_tied: bool) -> int | None:
+    """The axis of a parameter that shares a scale; None for one that is not quantised.
+
+    Args:
+      path: of the parameter.
+      is_tied: whether the embedding table is the unembedding too.
+    """
+    return {"kernel": -2, "embedding": -1 if is_tied else None}.get(path[-1])
+
+
+def scale_path(path: Path) -> Path:
+    """Of the scales of the parameter at `path`."""
+    return (*path[:-1], "scale")
+
+
+def scale_sharding(sharding: Sharding, ndim: int, axis: int) -> Sharding:
+    """Where the scales of a parameter of `ndim` axes go, of which those along `axis` share one."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    del spec[axis]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def scaled_product(inputs: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
@@ -84,22 +137,8 @@ def scaled_product(inputs: jax.Array, numbers: jax.Array, scale: jax.Array) -> j
     return jnp.dot(inputs, numbers.astype(inputs.dtype), preferred_element_type=jnp.float32) * scale
 
 
-def _paths(params: Any) -> Iterator[tuple[str, ...]]:
-    """Of the leaves to quantise."""
-    is_tied = "lm_head" not in params
-    for path, _ in jax.tree_util.tree_leaves_with_path(params):
-        names = tuple(key.key for key in path)
-        if names[-1] == "kernel" or (names[-1] == "embedding" and is_tied):
-            yield names
-
-
-def _axis(path: tuple[str, ...]) -> int:
-    """The axis that shares a scale."""
-    return -2 if path[-1] == "kernel" else -1
-
-
-def _get(tree: Any, path: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda node, name: node[name], path, tree)
+def _leaves(tree: Any) -> list[tuple[Path, Any]]:
+    return [(tuple(key.key for key in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _to_int8(values: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -111,22 +150,6 @@ def _to_int8(values: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.cache
-def _quantize_leaf(axis: int, sharding: Sharding | None) -> Any:
-    def quantize_leaf(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _to_int8(leaf, axis)
-
-    if not isinstance(sharding, NamedSharding):
-        return jax.jit(quantize_leaf)
-
-    def on_mesh(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.jit(quantize_leaf, out_shardings=(sharding, _scale_sharding(sharding, leaf.ndim, axis)))(leaf)
-
-    return on_mesh
-
-
-def _scale_sharding(sharding: Sharding, ndim: int, axis: int) -> Sharding:
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    del spec[axis]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+def _quantizer(axis: int, ndim: int, sharding: Sharding | None) -> Any:
+    shardings = None if sharding is None else (sharding, scale_sharding(sharding, ndim, axis))
+    return jax.jit(lambda leaf: _to_int8(leaf, axis), out_shardings=shardings)

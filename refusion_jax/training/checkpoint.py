@@ -35,9 +35,9 @@ from refusion_jax.training.integrity import (
     set_damaged_aside,
     warn,
 )
+from refusion_jax.training.restoring import check_base, check_shapes
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, completed, differences
 from refusion_jax.training.state import TrainState
-from refusion_jax.training.weights import check_base, check_shapes
 
 DAMAGED_NAME = "damaged"
 

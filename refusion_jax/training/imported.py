@@ -9,6 +9,7 @@ from etils import epath
 from refusion_jax.config import Config, DataConfig, ModelConfig, to_dict
 from refusion_jax.data import Tokenizer
 from refusion_jax.files import write_json
+from refusion_jax.huggingface.export import check_unquantised
 from refusion_jax.training.checkpoint import About, about_item, writing
 from refusion_jax.training.integrity import absolute, seal_all
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
@@ -25,8 +26,9 @@ def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Toke
 
     Raises:
       ConfigError: when no run can have such a model.
-      CheckpointError, OSError: when something cannot be written.
+      CheckpointError, OSError: when the parameters are quantised, or something cannot be written.
     """
+    check_unquantised(params)
     run = Config(model=config, data=DataConfig(max_length=min(DataConfig.max_length, config.context_length)))
     write_json(directory / CONFIG_NAME, to_dict(run))
     checkpoints = absolute(epath.Path(directory)) / CHECKPOINTS_NAME

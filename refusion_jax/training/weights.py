@@ -1,23 +1,29 @@
 """Weights alone, without the rest of a training state: to decode with, or to begin another run with."""
 
 import dataclasses
+import functools
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import Mesh
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, Sharding
 
-from refusion_jax.config import Config, ModelConfig, join_some
+from refusion_jax.config import Config, LoraConfig, ModelConfig, join_some
 from refusion_jax.huggingface import CheckpointError, local_directory, read_model_config, read_params
+from refusion_jax.huggingface.weights import read_leaves
 from refusion_jax.modeling import Transformer
-from refusion_jax.modeling.lora import init_lora, merge
+from refusion_jax.modeling.lora import init_lora, merge_kernel
+from refusion_jax.modeling.quantization import quantize_leaves
 from refusion_jax.sharding import tree_shardings
-from refusion_jax.training.integrity import absolute, finished_steps, reported_damage
+from refusion_jax.training.restoring import check_base, newest, restore, restore_leaves
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME, read_run_config
+
+_Leaves = Iterator[tuple[tuple[str, ...], jax.Array]]
 
 # Two models that differ in these only can have the same weights.
 _COMPUTED_WITH = (
@@ -32,7 +38,13 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     return tree_shardings(_boxed_shapes(config), mesh)
 
 
-def run_params(workdir: epath.Path, config: Config, shardings: Any = None, dtype: str | None = None) -> Any:
+def run_params(
+    workdir: epath.Path,
+    config: Config,
+    shardings: Any = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+) -> Any:
     """The parameters of a run's model at its newest checkpoint that is not damaged, adapters merged in.
 
     Args:
@@ -40,6 +52,7 @@ def run_params(workdir: epath.Path, config: Config, shardings: Any = None, dtype
       config: the run's configuration.
       shardings: where each parameter goes, a pytree like them; by default all to the first device.
       dtype: of the parameters; by default the run's.
+      quantize: "int8" for what `modeling.quantization.quantize` makes of them, one parameter after another.
 
     Raises:
       CheckpointError: when there is no checkpoint, or it does not hold the parameters of this model.
@@ -47,18 +60,54 @@ def run_params(workdir: epath.Path, config: Config, shardings: Any = None, dtype
     if config.model.vocab_size == 0:
         raise CheckpointError(f"{workdir / CONFIG_NAME} is not that of a started run: model.vocab_size is 0.")
     dtype = dtype or config.model.param_dtype
+    if quantize:
+        return quantize_leaves(_run_leaves(workdir, config, shardings, dtype), config.model.tie_word_embeddings)
+    if config.lora.rank:
+        return unflatten_dict(dict(_run_leaves(workdir, config, shardings, dtype)))
+    shapes = _shapes(dataclasses.replace(config.model, param_dtype=dtype))
+    return restore(newest(workdir), shapes, shardings)
+
+
+def _run_leaves(workdir: epath.Path, config: Config, shardings: Any, dtype: str) -> _Leaves:
+    """Each parameter of `run_params` with its path, one after another, the largest first."""
+    saved = newest(workdir)
     if not config.lora.rank:
-        return _restore(workdir, _shapes(dataclasses.replace(config.model, param_dtype=dtype)), shardings)
+        shapes = _shapes(dataclasses.replace(config.model, param_dtype=dtype))
+        yield from restore_leaves(saved, shapes, shardings)
+        return
+    adapters = jax.eval_shape(lambda: init_lora(jax.random.key(0), _shapes(config.model), config.lora))
+    adapters = flatten_dict(jax.device_get(restore(saved, adapters)))
+    sums = {}
     # Adapters know the weights they adapt, so these are read as they were in training.
-    shapes = _shapes(config.model)
-    base = initial_params(config.train.init_from, config.model, shardings)
-    adapters = jax.eval_shape(lambda: init_lora(jax.random.key(0), shapes, config.lora))
-    adapters = _restore(workdir, adapters, None, weights_digest(base))
+    for path, leaf in _initial_leaves(config.train.init_from, config.model, shardings):
+        sums[path] = _sum(leaf)
+        a, b = (adapters.get((*path[:-1], name)) for name in ("a", "b"))
+        if path[-1] == "kernel" and a is not None:
+            leaf = _merge_layers(config.lora, leaf.sharding)(leaf, a, b)
+        yield path, _cast(leaf, dtype)
+    check_base(saved.about(), _digest(unflatten_dict(sums)), saved.where)
 
-    def merged(base: Any, adapters: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), merge(base, adapters, config.lora))
 
-    return jax.jit(merged, out_shardings=shardings)(base, jax.device_get(adapters))
+@functools.cache
+def _merge_layers(config: LoraConfig, sharding: Sharding) -> Any:
+    """Consumes the kernel, and has one layer of it in float32 at a time."""
+
+    def merge_layers(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        def merge_layer(layer: jax.Array, kernel: jax.Array) -> jax.Array:
+            return kernel.at[layer].set(merge_kernel(kernel[layer], a[layer], b[layer], config))
+
+        return jax.lax.fori_loop(0, len(kernel), merge_layer, kernel)
+
+    return jax.jit(merge_layers, out_shardings=sharding, donate_argnums=0)
+
+
+def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
+    """Consumes the leaf."""
+    if leaf.dtype == dtype:
+        return leaf
+    cast = jax.block_until_ready(jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf))
+    leaf.delete()
+    return cast
 
 
 def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any:
@@ -74,6 +123,22 @@ def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any
     Raises:
       CheckpointError: when it has no usable weights, or those of another model, naming the first differences.
     """
+    directory, run = _find_initial(path, config)
+    if run:
+        return run_params(directory, run, shardings, config.param_dtype)
+    return read_params(directory, config, shardings)
+
+
+def _initial_leaves(path: str, config: ModelConfig, shardings: Any) -> _Leaves:
+    """Each parameter of `initial_params` with its path, one after another."""
+    directory, run = _find_initial(path, config)
+    if run:
+        return _run_leaves(directory, run, shardings, config.param_dtype)
+    return read_leaves(directory, config, shardings)
+
+
+def _find_initial(path: str, config: ModelConfig) -> tuple[epath.Path, Config | None]:
+    """The directory that `initial_params` reads, and the configuration of a run."""
     directory = local_directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path}, which train.init_from names, is not a directory.")
@@ -87,9 +152,7 @@ def initial_params(path: str, config: ModelConfig, shardings: Any = None) -> Any
     ]
     if different:
         raise CheckpointError(f"{path} holds the weights of another model: {join_some(different, 10)}.")
-    if run:
-        return run_params(directory, run, shardings, config.param_dtype)
-    return read_params(directory, config, shardings)
+    return directory, run
 
 
 def is_run(directory: epath.Path) -> bool:
@@ -112,91 +175,18 @@ def _shapes(config: ModelConfig) -> Any:
 
 
 @jax.jit
-def _sums(params: Any) -> Any:
-    """A number for each leaf that any change of its bits most likely changes, the same for any sharding."""
-
-    def of_leaf(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-        place = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
-        return jnp.sum((bits ^ (place * jnp.uint32(2654435761))) * (2 * place + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(of_leaf, params)
+def _sum(leaf: jax.Array) -> jax.Array:
+    """A number that any change of the leaf's bits most likely changes, the same for any sharding."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
+    return jnp.sum((bits ^ (place * jnp.uint32(2654435761))) * (2 * place + 1), dtype=jnp.uint32)
 
 
 def weights_digest(params: Any) -> str:
     """A hash of a pytree of weights, of at most 4 bytes each."""
-    numbers = jax.device_get(jax.tree.leaves(_sums(params)))
+    return _digest(jax.tree.map(_sum, params))
+
+
+def _digest(sums: Any) -> str:
+    numbers = jax.device_get(jax.tree.leaves(sums))
     return hashlib.sha256(b"".join(int(number).to_bytes(4, "little") for number in numbers)).hexdigest()
-
-
-def check_base(about: dict[str, Any], base_digest: str, where: str) -> None:
-    """Compares the weights that a checkpoint's adapters adapt.
-
-    Raises:
-      CheckpointError: when they were others.
-    """
-    if about.get("base_digest", "") != base_digest:
-        raise CheckpointError(
-            f"{where} adapts other weights than train.init_from now holds; restore those that training began with."
-        )
-
-
-def _restore(workdir: epath.Path, shapes: Any, shardings: Any, base_digest: str = "") -> Any:
-    """The "params" item of the newest checkpoint that is not damaged."""
-    directory = absolute(workdir) / CHECKPOINTS_NAME
-    steps = finished_steps(directory)
-    if not steps:
-        raise CheckpointError(
-            f"{directory} holds no finished checkpoint; train longer, or lower checkpoint.save_every."
-        )
-    step = next((step for step in reversed(steps) if not reported_damage(directory, step)), None)
-    if step is None:
-        raise CheckpointError(f"All checkpoints in {directory} are damaged.")
-    where = f"Checkpoint {step} of {directory}"
-    if shardings is None:
-        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: first, shapes)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-    )
-    try:
-        saved = ocp.StandardCheckpointHandler().metadata(directory / str(step) / "params")
-        check_shapes(saved, abstract, where)
-        with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
-            if base_digest:
-                about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-                check_base(about, base_digest, where)
-            return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))).params
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, OSError, AttributeError) as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
-
-
-def check_shapes(saved: Any, wanted: Any, where: str) -> None:
-    """Compares names and shapes before anything is read.
-
-    Args:
-      saved: what Orbax says of an item. wanted: a pytree of arrays or their shapes.
-      where: how messages begin.
-
-    Raises:
-      CheckpointError: naming every parameter that is missing, misshapen or unknown.
-    """
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-
-    there, needed = shapes(getattr(saved, "tree", saved)), shapes(wanted)
-    problems = [f"{name} is missing (expected shape {shape})" for name, shape in needed.items() if name not in there]
-    problems += [
-        f"{name} has shape {there[name]}, not {shape}"
-        for name, shape in needed.items()
-        if name in there and there[name] != shape
-    ]
-    problems += [f"{name} is no part of the model" for name in there if name not in needed]
-    if problems:
-        raise CheckpointError(f"{where} does not match its config.json: {join_some(problems, 8)}.")

@@ -26,15 +26,17 @@ from refusion_jax.decoding import Rules, Stream, batching
 from refusion_jax.decoding.batching import query_shapes
 from refusion_jax.modeling import Transformer, backends
 from refusion_jax.modeling.buffer_attention import BufferedRows
+from refusion_jax.modeling.quantization import quantize
 from refusion_jax.sharding import decoding_mesh, make_mesh, tree_shardings
 
 DEVICES = 8
 MESHES = {"1x1x2": (1, 1, 2), "2x1x1": (2, 1, 1), "2x1x2": (2, 1, 2), "4x1x2": (4, 1, 2), "1x2x2": (1, 2, 2)}
-QUICK, SLOW = ("4x1x2",), ("1x1x2", "2x1x1", "2x1x2", "1x2x2", "kernel")
+QUICK, SLOW = ("4x1x2", "2x1x2 in int8"), ("1x1x2", "2x1x1", "2x1x2", "1x2x2", "1x2x2 in int8", "kernel")
 MODEL = ModelConfig(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=0.6,
 )  # fmt: skip
+INT8 = dataclasses.replace(MODEL, kv_dtype="int8")
 KERNEL = dataclasses.replace(MODEL, head_dim=128, num_hidden_layers=1, attention="pallas")
 OURS = DecodeConfig(gen_length=16, slot_size=4, slot_threshold=0.2, token_threshold=0.3)
 SETTINGS = [
@@ -60,9 +62,12 @@ def boxed_params(config):
 
 
 def make_model(config, mesh=None):
-    params = nn.unbox(boxed_params(config))
+    boxed = boxed_params(dataclasses.replace(config, kv_dtype=""))
+    params = nn.unbox(boxed)
     if mesh is not None:
-        params = jax.device_put(params, tree_shardings(boxed_params(config), mesh))
+        params = jax.device_put(params, tree_shardings(boxed, mesh))
+    if config.kv_dtype:
+        params = quantize(jax.tree.map(jnp.copy, params))
     return rf.Model(config, Transformer(config), params, None, DecodeConfig(), mesh)
 
 
@@ -121,7 +126,10 @@ def results_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_answers_are_those_of_one_device(name, results_of):
-    """Mixed settings, sampling, infilling, holes, a shared prefix, more prompts than rows; and compiled once."""
+    """Mixed settings, sampling, infilling, holes, a shared prefix, more prompts than rows; and compiled once.
+
+    In int8 these are weights and buffer both; a shared prefix there is slow.
+    """
     result = results_of(name)
     assert len(result["one"]["committed"]) == len(prompts())
     for field in FIELDS:
@@ -170,6 +178,16 @@ def test_the_batch_is_as_large_as_every_device_holds(results_of):
     assert rows >= 4 and rows % 4 == 0
 
 
+def test_scales_are_split_like_what_they_scale(results_of):
+    shares = results_of("2x1x2 in int8")["shares"]
+    heads, width, layers, vocabulary = 4 * 16, 32, 2, 32
+    assert shares["q_proj"] == [[layers, width, heads // 2], [layers, heads // 2]]
+    assert shares["o_proj"] == [[layers, heads // 2, width], [layers, width]]
+    assert shares["lm_head"] == [[width, vocabulary // 2], [vocabulary // 2]]
+    for numbers, scales in (shares["keys"], shares["values"]):
+        assert numbers[:-1] == scales and scales[:3] == [layers, 4, 1]  # of 8 rows and 2 heads
+
+
 def refusals(mesh):
     found = []
     model = make_model(MODEL, mesh)
@@ -197,6 +215,21 @@ def kernel_results(mesh):
     return {"one": plain, "split": answers(KERNEL, mesh), "kernels": sum(traced)}
 
 
+def int8_shares(mesh):
+    """Shapes that a device has of numbers and scales: of kernels, and of the buffer."""
+    model = make_model(INT8, mesh)
+    cache = make_stream(model, mesh)._state.cache
+    attention = model.params["layers"]["self_attn"]
+    pairs = {name: (module["kernel"], module["scale"]) for name, module in attention.items() if "kernel" in module}
+    pairs["lm_head"] = (model.params["lm_head"]["kernel"], model.params["lm_head"]["scale"])
+    pairs |= {"keys": (cache.keys, cache.key_scales), "values": (cache.values, cache.value_scales)}
+    return {name: [leaf.addressable_shards[0].data.shape for leaf in pair] for name, pair in pairs.items()}
+
+
+def make_stream(model, mesh):
+    return Stream(model.module, model.params, rows=8, prompt_length=8, response_length=8, mesh=mesh)
+
+
 def main(path, names):
     """Decodes on each mesh, and on one device."""
     batching.MIN_RESPONSE_BUCKET = batching.MIN_WIDTH  # one query width to compile
@@ -206,13 +239,17 @@ def main(path, names):
         if name == "kernel":
             results[name] = kernel_results(decoding_mesh(4, 2, jax.devices()))
             continue
-        sizes = MESHES[name]
+        sizes = MESHES[name.removesuffix(" in int8")]
         mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: math.prod(sizes)])
+        if "int8" in name:
+            options = {} if name in QUICK else {"prefix": prefix}
+            found = {"one": answers(INT8, **options), "split": answers(INT8, mesh, **options)}
+            results[name] = found | {"shares": int8_shares(mesh)}
+            continue
         results[name] = {"one": one, "split": answers(MODEL, mesh, prefix=prefix)}
         if name in QUICK:
             model = make_model(MODEL, mesh)
-            stream = Stream(model.module, model.params, rows=8, prompt_length=8, response_length=8, mesh=mesh)
-            share = stream._state.cache.keys.addressable_shards[0].data.shape
+            share = make_stream(model, mesh)._state.cache.keys.addressable_shards[0].data.shape
             results[name] |= {
                 "collectives": collectives(mesh),
                 "buffer_share": share[:3],

@@ -22,6 +22,8 @@ from refusion_jax import command_line
 from refusion_jax.config import LoraConfig, ModelConfig, TrainConfig
 from refusion_jax.huggingface import CheckpointError, __main__, export_checkpoint, parse_size, read_model_config
 from refusion_jax.modeling import Transformer
+from refusion_jax.modeling.quantization import quantize
+from refusion_jax.training.imported import write_run
 from refusion_jax.training.loop import train
 from refusion_jax.training.weights import initial_params
 
@@ -95,6 +97,19 @@ def test_half_precision_in_several_files(dtype, tied, tmp_path):
     model = rf.load(tmp_path / "model")
     assert model.config == config
     assert_same_bits(model.params, params)
+
+
+@pytest.mark.parametrize("write", [export_checkpoint, lambda *of: write_run(of[2], of[1], of[0], None)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_int8_is_refused(tied, write, tmp_path):
+    config, params = make(tie_word_embeddings=tied)
+    with pytest.raises(CheckpointError) as caught:
+        write(quantize(params), config, tmp_path / "model")
+    assert str(caught.value) == (
+        "The parameters are quantised to int8, from which the model's own weights cannot be had again; load it without "
+        "quantize, and write that."
+    )
+    assert not any(tmp_path.iterdir())
 
 
 def test_another_type(tmp_path):

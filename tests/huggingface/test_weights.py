@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax.config import MeshConfig, ModelConfig
-from refusion_jax.huggingface import CheckpointError, read_model_config, read_params
+from refusion_jax.huggingface import CheckpointError, read_model_config, read_params, weights
 from refusion_jax.huggingface.names import get, stored_name, tensor_specs
 from refusion_jax.huggingface.rope import write_rope
+from refusion_jax.modeling.quantization import quantize
 from refusion_jax.sharding import make_mesh
 from refusion_jax.training.weights import param_shardings
 
@@ -268,9 +270,67 @@ def test_the_host_holds_less_than_two_tensors(tmp_path):
     assert_same_bits(params, tensors, config, "qwen3")
 
 
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def read_int8(directory, config, shardings=None):
+    """In int8, and the most bytes of it and of what was not in int8 yet that devices held at once."""
+    gc.collect()
+    before, seen = live_bytes(), []
+
+    def spy(function):
+        def watched(*arguments):
+            seen.append(live_bytes() - before)
+            return function(*arguments)
+
+        return watched
+
+    reading = mock.patch.object(weights.StoredTensor, "read", spy(weights.StoredTensor.read))
+    with reading, mock.patch.object(weights, "quantize_leaf", spy(weights.quantize_leaf)):
+        return read_params(directory, config, shardings, "int8"), max(seen)
+
+
+def is_equal(got, expected):
+    """The same numbers, types and places."""
+
+    def same(a, b):
+        shares = zip(a.addressable_shards, b.addressable_shards, strict=True)
+        return (a.dtype, a.sharding) == (b.dtype, b.sharding) and all(np.array_equal(x.data, y.data) for x, y in shares)
+
+    return jax.tree.structure(got) == jax.tree.structure(expected) and all(
+        map(same, *map(jax.tree.leaves, (got, expected)))
+    )
+
+
+@pytest.mark.parametrize("types", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tensors_are_quantised_on_arrival(is_tied, types, tmp_path):
+    """Exactly as all of them would be once they are read, where the type changes before that, too."""
+    changes = {"biases": (), "tie_word_embeddings": True} if is_tied else {}
+    write_checkpoint(tmp_path, dataclasses.replace(QWEN2, **changes), "llama" if is_tied else "qwen2", types[0])
+    config = dataclasses.replace(read_model_config(tmp_path, dtype=types[1]), vocab_size=53)
+    got = read_params(tmp_path, config, quantize="int8")
+    assert got["layers"]["mlp"]["up_proj"]["kernel"].dtype == jnp.int8
+    assert ("scale" in got["embed_tokens"]) == is_tied
+    assert is_equal(got, quantize(read_params(tmp_path, config)))
+
+
+def test_devices_hold_two_tensors_that_are_not_int8(tmp_path):
+    """Beside the embedding, which stays in its type; on devices the file's 1 MiB have 2."""
+    write_checkpoint(tmp_path, LARGE, "qwen3", shards=3)
+    config = read_model_config(tmp_path, dtype="float32")
+    params, peak = read_int8(tmp_path, config)
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
+    largest = 2 * 2**20
+    assert sum(sizes) < peak <= sum(sizes) + 2 * largest < 25 * 2**20
+    assert is_equal(params, quantize(whole := read_params(tmp_path, config)))
+    assert sum(leaf.size * 4 for leaf in jax.tree.leaves(whole)) > 55 * 2**20
+
+
 def on_devices(directory, rows):
     """Reads vocabularies of so many rows onto a mesh of eight devices; what each has, in plain JSON types."""
-    found = {"peak": 0, "equal": True, "shares": {}}
+    found = {"peak": 0, "equal": True, "equal_int8": True, "peak_int8": 0, "shares": {}}
     tensors = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
     for count in rows:
@@ -296,6 +356,9 @@ def on_devices(directory, rows):
             leaf = get(params, spec.path)
             assert leaf.sharding == get(shardings, spec.path)
             found["shares"][f"{count} {'/'.join(spec.path)}"] = get(shards, spec.path)[0][1].size / leaf.size
+        int8, peak = read_int8(directory, config, shardings)
+        found["equal_int8"] &= is_equal(int8, quantize(params))
+        found["peak_int8"] = max(found["peak_int8"], peak - sum(leaf.nbytes for leaf in jax.tree.leaves(int8)))
     return found
 
 
@@ -316,7 +379,8 @@ def results(processes):
 
 
 def assert_split(found, tensors):
-    assert found["equal"]
+    assert found["equal"] and found["equal_int8"]
+    assert 0 < found["peak_int8"] <= 2 * 2 * 2**20
     assert found["peak"] < 2 * max(tensor.nbytes for tensor in tensors.values())
     shares = found["shares"]
     for name in ("1000 layers/mlp/up_proj/kernel", "1000 layers/self_attn/q_proj/kernel", "1000 lm_head/kernel"):

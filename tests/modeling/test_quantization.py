@@ -28,13 +28,14 @@ POSITIONS = np.broadcast_to(np.arange(7, dtype=np.int32), TOKENS.shape)
 
 
 @functools.cache
-def _params(config):
-    return nn.unbox(jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, POSITIONS))["params"]
+def shapes(config):
+    return nn.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), TOKENS, POSITIONS))["params"]
 
 
 def random_params(config, dtype=jnp.float32):
-    """A copy of its own, since `quantize` consumes it."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), _params(config))
+    """New ones at every call, since `quantize` consumes them; of the same numbers."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape).astype(dtype)), shapes(config))
 
 
 def modules(params):
@@ -49,24 +50,30 @@ def modules(params):
 def dequantised(params):
     def whole(module):
         if "kernel" in module and "scale" in module:
-            kernel = module["kernel"].astype(jnp.float32) * module["scale"][..., None, :]
+            kernel = module["kernel"].astype(np.float32) * module["scale"][..., None, :]
             return {name: leaf for name, leaf in module.items() if name != "scale"} | {"kernel": kernel}
         if "embedding" in module and "scale" in module:
-            return {"embedding": module["embedding"].astype(jnp.float32) * module["scale"][:, None]}
+            return {"embedding": module["embedding"].astype(np.float32) * module["scale"][:, None]}
         return {name: whole(part) if isinstance(part, dict) else part for name, part in module.items()}
 
-    return whole(params)
+    return whole(jax.device_get(params))
+
+
+@functools.cache
+def forward(config):
+    return jax.jit(Transformer(config).apply)
 
 
 def logits(config, params):
-    return jax.jit(Transformer(config).apply)({"params": params}, TOKENS, POSITIONS)
+    return forward(config)({"params": params}, TOKENS, POSITIONS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_numbers_are_off_by_half_a_scale_at_most(config, dtype):
     params = random_params(config, dtype)
-    before, after = modules(random_params(config, dtype)), modules(quantize(params))
+    before = modules(jax.device_get(params))
+    after = modules(jax.device_get(quantize(params)))
     assert before.keys() == after.keys()
     kinds = set()
     for path, was in before.items():
@@ -136,10 +143,9 @@ def test_products_are_summed_and_scaled_in_float32():
 
 
 def test_shapes_and_shardings_without_values():
-    shapes = jax.eval_shape(lambda: random_params(TIED))
     device = SingleDeviceSharding(jax.devices()[0])
-    shardings = quantized_shardings(shapes, jax.tree.map(lambda _: device, shapes))
-    made = jax.eval_shape(quantize, shapes)
+    shardings = quantized_shardings(shapes(TIED), jax.tree.map(lambda _: device, shapes(TIED)))
+    made = jax.eval_shape(quantize, shapes(TIED))
     assert jax.tree.structure(made) == jax.tree.structure(shardings)
     q_proj, embed = made["layers"]["self_attn"]["q_proj"], made["embed_tokens"]
     assert q_proj["kernel"].dtype == embed["embedding"].dtype == jnp.int8
@@ -150,8 +156,8 @@ def test_shapes_and_shardings_without_values():
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_scales_are_split_as_their_outputs_are(config):
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    shapes, wanted = jax.eval_shape(lambda: random_params(config)), param_shardings(config, mesh)
-    shardings = quantized_shardings(shapes, wanted)
+    wanted = param_shardings(config, mesh)
+    shardings = quantized_shardings(shapes(config), wanted)
     layers = shardings["layers"]
     assert layers["self_attn"]["q_proj"]["scale"].spec == PartitionSpec(None, "tensor")
     assert layers["self_attn"]["o_proj"]["scale"].spec == PartitionSpec(None, "fsdp")
