@@ -18,6 +18,8 @@ from refusion_jax.config import (
     TrainConfig,
 )
 
+TOPOLOGY = "v5e:2x2"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the demo's settings."""

@@ -19,6 +19,8 @@ from refusion_jax.config import (
     TrainConfig,
 )
 
+TOPOLOGY = "v5e:2x2"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the settings of the GSM8K run."""

@@ -18,6 +18,8 @@ from refusion_jax.config import (
 )
 from refusion_jax.modeling.sizes import qwen3
 
+TOPOLOGY = "v6e:2x4"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the settings of the run."""
@@ -31,7 +33,13 @@ def get_config() -> ConfigDict:
                 max_length=4096,
                 workers=2,
             ),
-            model=qwen3("8B", vocab_size=151_671, dtype="bfloat16", param_dtype="bfloat16", remat="full"),
+            model=qwen3(
+                "8B",
+                vocab_size=151_671,
+                dtype="bfloat16",
+                param_dtype="bfloat16",
+                remat="attention,q_proj,k_proj,v_proj,o_proj",
+            ),
             train=TrainConfig(
                 init_from="GSAI-ML/ReFusion", steps=0, epochs=3, batch_size=16, log_every=10, eval_every=500
             ),

@@ -9,6 +9,8 @@ from refusion_jax.command_line import config_dict
 from refusion_jax.config import CheckpointConfig, Config, DataConfig, DecodeConfig, OptimizerConfig, TrainConfig
 from refusion_jax.modeling.sizes import qwen3
 
+TOPOLOGY = "v5e:2x4"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the settings of the run."""

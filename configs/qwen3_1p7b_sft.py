@@ -9,6 +9,8 @@ from refusion_jax.command_line import config_dict
 from refusion_jax.config import CheckpointConfig, Config, DataConfig, DecodeConfig, OptimizerConfig, TrainConfig
 from refusion_jax.modeling.sizes import qwen3
 
+TOPOLOGY = "v6e:2x4"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the settings of the run."""
@@ -22,7 +24,7 @@ def get_config() -> ConfigDict:
                 max_length=2_048,
                 workers=2,
             ),
-            model=qwen3("1.7B", dtype="bfloat16", remat="full"),
+            model=qwen3("1.7B", dtype="bfloat16", remat="minimal"),
             # Packed rows: several examples of a few hundred tokens each.
             train=TrainConfig(
                 init_from="Qwen/Qwen3-1.7B", steps=0, epochs=3, batch_size=32, log_every=10, eval_every=500

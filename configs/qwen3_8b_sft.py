@@ -7,8 +7,18 @@ Parameters and AdamW's moments in float32 are 98 GB, which the devices share.
 from ml_collections import ConfigDict
 
 from refusion_jax.command_line import config_dict
-from refusion_jax.config import CheckpointConfig, Config, DataConfig, DecodeConfig, OptimizerConfig, TrainConfig
+from refusion_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DecodeConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from refusion_jax.modeling.sizes import qwen3
+
+TOPOLOGY = "v5p:2x2x4"  # what --compile_for shows it to fit
 
 
 def get_config() -> ConfigDict:
@@ -23,11 +33,13 @@ def get_config() -> ConfigDict:
                 max_length=4_096,
                 workers=2,
             ),
-            model=qwen3("8B", dtype="bfloat16", remat="full"),
+            model=qwen3("8B", dtype="bfloat16", remat="minimal"),
             # Packed rows: several examples of a few hundred tokens each.
             train=TrainConfig(
                 init_from="Qwen/Qwen3-8B", steps=0, epochs=3, batch_size=32, log_every=10, eval_every=500
             ),
+            # More chips are used for more rows: parameters are not split further.
+            mesh=MeshConfig(data=-1, fsdp=16),
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=100, weight_decay=0.0),
             checkpoint=CheckpointConfig(save_every=500, keep_best=1),
             # The published settings for worked problems; shorter answers want fewer blocks.

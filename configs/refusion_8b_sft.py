@@ -11,6 +11,8 @@ from refusion_jax.command_line import config_dict
 from refusion_jax.config import CheckpointConfig, Config, DataConfig, DecodeConfig, OptimizerConfig, TrainConfig
 from refusion_jax.modeling.sizes import qwen3
 
+TOPOLOGY = "v5p:2x2x2"  # what --compile_for shows it to fit
+
 
 def get_config() -> ConfigDict:
     """Returns the settings of the run."""
@@ -26,7 +28,7 @@ def get_config() -> ConfigDict:
                 workers=2,
             ),
             # The authors' vocabulary ends with the two tokens they added; Qwen3's unused rows are left out.
-            model=qwen3("8B", vocab_size=151_671, dtype="bfloat16", remat="full"),
+            model=qwen3("8B", vocab_size=151_671, dtype="bfloat16", remat="minimal"),
             train=TrainConfig(init_from="Qwen/Qwen3-8B", steps=0, epochs=4, batch_size=32, log_every=10, eval_every=0),
             # A cosine to 0 without warm-up and weight decay.
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=0, weight_decay=0.0, beta2=0.999),

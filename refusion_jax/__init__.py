@@ -2,11 +2,12 @@
 
 from refusion_jax import accelerators
 from refusion_jax.api import Model, StreamRequest, Watch, generate, generate_stream, load, logits, prepare
-from refusion_jax.config import Config, ConfigError, DecodeConfig, ModelConfig
+from refusion_jax.config import Config, ConfigError, DecodeConfig, MeshConfig, ModelConfig
 from refusion_jax.data import DataError
 from refusion_jax.decoding import Answer, Generation, Hole, Rules, SlotScore, Statistics, Verification
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.huggingface import CheckpointError
+from refusion_jax.sharding import make_mesh
 
 __all__ = [
     "SLOT_SCORES",
@@ -18,6 +19,7 @@ __all__ = [
     "DecodeConfig",
     "Generation",
     "Hole",
+    "MeshConfig",
     "Model",
     "ModelConfig",
     "Rules",
@@ -31,5 +33,6 @@ __all__ = [
     "generate_stream",
     "load",
     "logits",
+    "make_mesh",
     "prepare",
 ]

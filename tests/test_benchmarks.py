@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, gpu, gpu_decoding, loading, loss, tokenizing, train, yardstick
+from benchmarks import common, compiling, decode, gpu, gpu_decoding, loading, loss, tokenizing, train, yardstick
 from refusion_jax.config import ConfigError, ModelConfig
 from refusion_jax.modeling import Transformer
 
@@ -315,3 +315,48 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert [part["status"] for part in result["parts"].values()] == ["ok"] * 3
     for part in parts.split(","):
         assert f"| {part}" in done.stdout
+
+
+def compiled_decode(monkeypatch, per_layer):
+    """What `compiling.decoding` makes of a command whose figures grow with the depth."""
+
+    def result(script, topology, *arguments):
+        depth = 4 if "--config.model.num_hidden_layers=4" in arguments else 36
+        memory = {"parameters": 1000 + 50 * depth, "KV buffer": 10 * depth}
+        forward = {"bytes_per_chip": 5000 + per_layer * depth, "memory": memory, "compile_seconds": 1.0}
+        command = " ".join([script, *arguments, topology])
+        return {"command": command, "fits": True, "hbm_limit_bytes": 1, "programs": {"decode forward": forward}}
+
+    monkeypatch.setattr(compiling, "compiled", result)
+    return compiling.decoding("v6e:2x4", "--quantize=int8")
+
+
+def test_what_a_layer_moves_is_a_difference_of_depths(monkeypatch):
+    wide, narrow = (compiled_decode(monkeypatch, per_layer) for per_layer in (90e6, 30e6))
+    assert (wide["bytes_per_layer"], wide["held_per_layer"]) == (90e6, 60)
+    assert "--quantize=int8" in wide["command"] and "num_hidden_layers" not in wide["command"]
+    wide["held_per_layer"] = 60e6
+    table = compiling.decoding_table({"wide": wide, "narrow": narrow})
+    assert "| wide | 90.0 | 1.500 | 3,240 | 1 |" in table
+    assert "| narrow | 30.0 | 0.500 | 1,080 | 1 |" in table
+
+
+def test_a_training_case_is_a_row():
+    result = {
+        "mesh": {"data": 4, "fsdp": 16, "tensor": 1}, "hbm_bytes_per_chip": 40e9, "hbm_limit_bytes": 100e9,
+        "flops_ratio": 1.0042, "collectives_ratio": 0.9751, "utilisation": 0.996, "compile_seconds": 75.2,
+    }  # fmt: skip
+    table = compiling.training_table({"two rows": result})
+    assert "| two rows | 4 x 16 x 1 | 40.0 of 100.0 | 60% | 1.004 | 0.975 | 99.6% | 75 |" in table
+
+
+def test_cases_are_named_by_a_part():
+    assert list(compiling.chosen({"training, 2 rows": (), "decoding": ()}, ["2 rows", "3"])) == ["training, 2 rows"]
+    assert len(compiling.chosen(compiling.TRAINING, None)) == len(compiling.TRAINING)
+
+
+def test_a_command_that_fails_says_why(monkeypatch):
+    done = SimpleNamespace(returncode=2, stdout="", stderr="error: no such TPU.\n")
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(ConfigError, match=r"train.py --compile_for=v9:2x2 failed: error: no such TPU\."):
+        compiling.compiled("train.py", "v9:2x2")

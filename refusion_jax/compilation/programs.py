@@ -55,6 +55,9 @@ class AbstractProgram:
       tokens: of one run, over all chips: places of a training batch, padding included, or query positions of a forward.
       model_flops: of one run, over all chips, by the formulas of `training.flops`.
       dynamic_trips: how often loops run whose end depends on data, at most; see `program_cost`.
+      least_collectives: bytes that a chip has to exchange in one run, because of how all is split; 0 where that is not
+        said.
+      least_bytes: bytes that it has to read from its memory; 0 where that is not said.
     """
 
     name: str
@@ -64,6 +67,8 @@ class AbstractProgram:
     tokens: int
     model_flops: int
     dynamic_trips: tuple[int, ...]
+    least_collectives: int = 0
+    least_bytes: int = 0
 
 
 def chip_bytes(tree: Any) -> int:
@@ -131,7 +136,23 @@ def train_program(config: Config, devices: Any) -> AbstractProgram:
         tokens=tokens,
         model_flops=tokens * flops_per_token(config.model, length),
         dynamic_trips=(-(-positions // train.loss_chunk),) if train.loss_chunk else (),
+        least_collectives=train.accumulate_steps * _fsdp_bytes(state, mesh, config.model),
     )
+
+
+def _fsdp_bytes(state: Any, mesh: Mesh, model: ModelConfig) -> int:
+    """What fully sharded data parallelism exchanges for one gradient: all parameters gathered for the forward and again
+    for the backward pass, and the gradients of the trained ones scattered, in the type of activations.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return 0
+
+    def numbers(tree: Any) -> int:
+        shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree)]
+        return mesh.shape["fsdp"] * sum(shards)
+
+    trained, frozen = numbers(state.params), numbers(state.base)
+    return (2 * (trained + frozen) + trained) * jnp.dtype(model.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,13 +248,15 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
         with jax.set_mesh(mesh):
             return decode_loop.lower(program, params, None, request(rows), state, number, number).compile()
 
-    def described(name: str, compile: Any, tokens: int, keys: int, trips: tuple[int, ...]) -> AbstractProgram:
+    def described(name: str, compile: Any, tokens: int, keys: int, trips: tuple[int, ...], **least: int) -> Any:
         flops = tokens * forward_flops_per_token(model, keys)
-        return AbstractProgram(name, compile, dict(mesh.shape), held, tokens, flops, trips)
+        return AbstractProgram(name, compile, dict(mesh.shape), held, tokens, flops, trips, **least)
 
     commits = rows // shares * -(-width // min(CHUNK, width))
     return [
         # Prompts are not unembedded: only their keys and values are wanted.
         described("prefill", compile_admit, admission * prompt_length, prompt_length, ()),
-        described("decode forward", compile_loop, query, buffer_length + width, (1, commits)),
+        described(
+            "decode forward", compile_loop, query, buffer_length + width, (1, commits), least_bytes=sum(held.values())
+        ),
     ]

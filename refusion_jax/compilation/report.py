@@ -91,13 +91,16 @@ def bounds(report: Report) -> dict[str, float]:
 
     Returns:
       compute_seconds, memory_seconds: of one run. flops_ratio: compiled FLOPs over the model's. intensity: FLOPs per
-      byte. utilisation: the model's FLOPs per second over the peak. tokens_per_second: of all chips.
+      byte. utilisation: the model's FLOPs per second over the peak. tokens_per_second: of all chips. bytes_ratio,
+      collectives_ratio: what moves over what has to, where the program says that.
     """
     assert report.cost is not None
     chip, cost, chips = report.topology.chip, report.cost, report.used
     compute, memory = cost.flops / chip.flops, cost.bytes / chip.bandwidth
-    seconds = max(compute, memory)
-    return {
+    seconds, program = max(compute, memory), report.program
+    found = {"bytes_ratio": (cost.bytes, program.least_bytes)}
+    found |= {"collectives_ratio": (sum(cost.collectives.values()), program.least_collectives)}
+    return {name: moved / least for name, (moved, least) in found.items() if least} | {
         "compute_seconds": compute,
         "memory_seconds": memory,
         "flops_ratio": cost.flops * chips / report.program.model_flops,
@@ -123,8 +126,10 @@ def describe(report: Report) -> list[str]:
     compute, memory = found["compute_seconds"], found["memory_seconds"]
     lines += [
         f"  {'FLOPs of each chip':<36}{cost.flops:10.3e}, {found['flops_ratio']:.3f} times the model's",
-        f"  {'bytes of each chip':<36}{cost.bytes:10.3e}, {found['intensity']:.0f} FLOPs per byte",
+        f"  {'bytes of each chip':<36}{cost.bytes:10.3e}, {found['intensity']:.0f} FLOPs per byte"
+        + _times(found, "bytes_ratio", "parameters and KV buffer"),
         *(f"  {kind:<36}{size:10.3e} bytes" for kind, size in sorted(cost.collectives.items())),
+        *_collectives(cost, found),
         f"  {'at the peaks':<36}{max(compute, memory):10.4g} s for {program.tokens:,} "
         f"tokens: arithmetic {compute:.4g} s, memory {memory:.4g} s",
         f"  {'upper bound':<36}{found['utilisation']:10.1%} utilisation, {found['tokens_per_second']:,.0f} tokens/s",
@@ -132,6 +137,18 @@ def describe(report: Report) -> list[str]:
         "collectives and all else count as free)",
     ]
     return lines
+
+
+def _collectives(cost: Cost, found: dict[str, float]) -> list[str]:
+    if "collectives_ratio" not in found:
+        return []
+    total = sum(cost.collectives.values())
+    needs = _times(found, "collectives_ratio", "two gathers of the parameters and one scatter of the gradients")
+    return [f"  {'all collectives':<36}{total:10.3e} bytes{needs}"]
+
+
+def _times(found: dict[str, float], name: str, what: str) -> str:
+    return f", {found[name]:.2f} times {what}" if name in found else ""
 
 
 def summary(topology: Topology, reports: Sequence[Report]) -> dict[str, Any]:
@@ -150,7 +167,9 @@ def summary(topology: Topology, reports: Sequence[Report]) -> dict[str, Any]:
 def _figures(report: Report) -> dict[str, Any]:
     cost = report.cost
     found = bounds(report) if cost is not None else {}
-    names = ("flops_ratio", "intensity", "utilisation", "tokens_per_second")
+    names = (
+        "flops_ratio", "intensity", "bytes_ratio", "collectives_ratio", "utilisation", "tokens_per_second",
+    )  # fmt: skip
     return {
         "mesh": report.program.mesh,
         "hbm_bytes_per_chip": report.hbm_bytes,
@@ -159,6 +178,6 @@ def _figures(report: Report) -> dict[str, Any]:
         "bytes_per_chip": None if cost is None else cost.bytes,
         "collective_bytes_per_chip": None if cost is None else dict(sorted(cost.collectives.items())),
         "tokens_per_step": report.program.tokens,
-        **{name: round(found[name], 6) if found else None for name in names},
+        **{name: round(found[name], 6) if name in found else None for name in names},
         "compile_seconds": round(report.seconds, 1),
     }

@@ -1,6 +1,7 @@
 """What is printed of a compiled program, and what is said of one that is too large."""
 
 import collections
+import dataclasses
 import json
 import os
 import signal
@@ -53,6 +54,20 @@ def test_the_summary_has_every_figure():
     assert (found["hbm_bytes_per_chip"], found["hbm_limit_bytes"]) == (350, LIMIT)
     assert (found["bytes_per_chip"], found["tokens_per_step"], found["flops_ratio"]) == (819 * 10**7, 512, 2)
     assert found["collective_bytes_per_chip"] == {"all-gather": 300}
+
+
+def test_what_moves_is_compared_with_what_has_to():
+    assert {"bytes_ratio", "collectives_ratio"}.isdisjoint(bounds(report()))
+    given = report()
+    given = dataclasses.replace(
+        given, program=dataclasses.replace(given.program, least_collectives=250, least_bytes=10**9)
+    )
+    assert bounds(given)["collectives_ratio"] == pytest.approx(1.2)
+    assert bounds(given)["bytes_ratio"] == pytest.approx(8.19)
+    found, text = summary(TOPOLOGY, [given]), "\n".join(describe(given))
+    assert (found["collectives_ratio"], found["bytes_ratio"]) == (1.2, 8.19)
+    assert "8.19 times parameters and KV buffer" in text
+    assert "1.20 times two gathers of the parameters and one scatter of the gradients" in text
 
 
 def test_the_lines_name_kinds_of_memory_and_the_peaks_used():

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,17 +31,8 @@ SMALL = Config(
     decode=DecodeConfig(gen_length=32),
 )  # fmt: skip
 
-# Where each preset is at home.
-PRESETS = {
-    "demo": "v5e:2x2",
-    "gsm8k": "v5e:2x2",
-    "qwen3_0p6b_sft": "v5e:2x4",
-    "qwen3_1p7b_sft": "v6e:2x4",
-    "qwen3_4b_sft": "v5p:2x2x4",
-    "qwen3_8b_sft": "v5p:2x2x4",
-    "refusion_8b_sft": "v5p:2x2x4",
-    "lora_8b": "v6e:2x4",
-}
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+PRESETS = {path.stem: runpy.run_path(str(path))["TOPOLOGY"] for path in CONFIGS}
 
 
 def changed(config, **sections):
@@ -125,6 +118,37 @@ def test_decoding_compiles(name, rows, algorithm, sizes):
     # Sums over the layers' halves are as large as activations; rows are gathered nowhere.
     activations = 2 * forward.program.tokens * model.hidden_size * (2 * model.num_hidden_layers + 2)
     assert sum(forward.cost.collectives.values()) < activations
+
+
+def decode_forward(kv_dtype="", quantize=""):
+    """Of a model whose layers weigh more than its vocabulary, on four chips."""
+    model = ModelConfig(
+        vocab_size=512, hidden_size=2048, intermediate_size=6144, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=4096, dtype="bfloat16", param_dtype="bfloat16",
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    topology, config = read_topology("v6e:2x2"), DecodeConfig(gen_length=64, slot_size=32)
+    mesh = decoding_mesh(1, 4, topology_devices(topology))
+    shape = DecodeShape(8, 2048, config, Rules(), quantize)
+    return compile_program(decode_programs(model, shape, mesh, topology.chip.hbm_bytes)[1], topology)
+
+
+def test_a_decode_forward_moves_little_more_than_weights_and_committed_entries():
+    wide, narrow = decode_forward(), decode_forward("int8", "int8")
+    least = wide.program.least_bytes
+    assert least == sum(wide.program.held.values())
+    assert least < wide.cost.bytes < 1.5 * least
+    assert least / 2 < narrow.cost.bytes < 0.8 * least
+
+
+def test_a_step_exchanges_what_sharding_needs():
+    config = preset("qwen3_8b_sft", model={"num_hidden_layers": 1}, data={"max_length": 512}, train={"batch_size": 64})
+    report = compiled(config, "v5p:4x4x4")
+    assert report.program.mesh == {"data": 4, "fsdp": 16, "tensor": 1}
+    found = report.cost.collectives
+    assert sum(found.values()) < 1.1 * report.program.least_collectives
+    # A whole sum would be all-reduces, and take twice as long as each chip's share.
+    assert found["all-gather"] + found["reduce-scatter"] > 0.9 * sum(found.values())
 
 
 TOO_LARGE = (
