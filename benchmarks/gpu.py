@@ -1,7 +1,8 @@
 """Training and decoding on one GPU, next to what the card itself reaches: `sh benchmarks/gpu.sh`, or benchmarks/gpu.py.
 
 Parts run one after another, each in a process and with a time of its own: one that fails, or takes too long, is told as
-such, and the others go on. The result is written after every part.
+such, and the others go on; so is what a part had no time left for. The result is written after every part. The exit
+status is 0 when all was measured, 1 when not, 2 for bad arguments.
 
     peaks       a bfloat16 matrix product, and a copy: what all else is measured against
     train_*     whole training steps of Qwen3's shapes, random weights, rows of 4,096 random tokens, AdamW
@@ -26,6 +27,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
 
 from refusion_jax import accelerators
+from refusion_jax.config import ConfigError
 from refusion_jax.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,14 +40,16 @@ SECONDS = {
     "decode_int8": 55,
     "decode_int8_kv": 55,
 }
-_DONE = {"ok": "", "failed": "failed", "timeout": "ran out of its time"}
+SMALL_SECONDS = 300  # for each part on a CPU, where most of the time goes into compiling
+_FAULTS = {"failed": "failed", "timeout": "ran out of its time", "incomplete": "had no time left"}
 
 
 def run_part(name: str, seconds: float, arguments: Sequence[str]) -> dict[str, Any]:
     """Measures a part in a process of its own.
 
     Returns:
-      "status": ok, failed or timeout; "seconds"; and what it measured, also where it came to no end.
+      "status": ok, failed, timeout, or incomplete where it ended by itself without the time for all; "seconds"; the
+      "records" of what it measured and the names of what is "left_out", also where it came to no end.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -63,22 +67,28 @@ def run_part(name: str, seconds: float, arguments: Sequence[str]) -> dict[str, A
         except subprocess.TimeoutExpired:
             status = "timeout"
         found = json.loads(path.read_text()) if path.exists() else {}
+    if status == "ok" and found.get("left_out"):
+        status = "incomplete"
     taken = round(time.monotonic() - began, 1)
     return {"status": status, "seconds": taken} | ({"error": error} if error else {}) | found
 
 
 def mark_fastest(records: Sequence[dict[str, Any]]) -> None:
-    """Says of each trial of training whether it was the fastest."""
+    """Says of each trial of training whether it was the fastest of several."""
     rates = [record["tokens_per_second"] for record in records if "step_seconds" in record]
     for record in records:
-        record["fastest"] = "step_seconds" in record and record["tokens_per_second"] == max(rates)
+        is_measured = "step_seconds" in record and len(rates) > 1
+        record["fastest"] = is_measured and record["tokens_per_second"] == max(rates)
 
 
 def rows_of(name: str, part: dict[str, Any]) -> list[list[str]]:
     """The lines of the table that a part gives: what, its figures, peak memory."""
     rows = [_ROWS[name.partition("_")[0]](name, record) for record in part.get("records", [])]
     if part["status"] != "ok":
-        rows.append([name, f"{_DONE[part['status']]} after {part['seconds']} s {part.get('error', '')}".strip(), ""])
+        told = f"{_FAULTS[part['status']]} after {part['seconds']} s"
+        told += f": {part['error']}" if "error" in part else ""
+        told += f"; not measured: {'; '.join(part['left_out'])}" if part.get("left_out") else ""
+        rows.append([name, told, ""])
     return rows
 
 
@@ -97,7 +107,7 @@ def _peaks_row(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def _train_row(name: str, record: dict[str, Any]) -> list[str]:
-    what = f"{name}, {record['batch_size']} x {record['length']}, remat {record['remat']}"
+    what = f"{name}, {record['what']}"
     if "step_seconds" not in record:
         return [what, record["skipped"], ""]
     figures = "fastest: " * record["fastest"]
@@ -107,44 +117,82 @@ def _train_row(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def _decode_row(name: str, record: dict[str, Any]) -> list[str]:
-    what = f"{name}, {record['decoding']}, {record['rows']} rows"
-    figures = f"{1e3 * record['forward_seconds']['median']:,.2f} ms/forward of {record['query_width']} tokens"
+    query = "1 token" if record["query_width"] == 1 else f"{record['query_width']} tokens"
+    figures = f"{1e3 * record['forward_seconds']['median']:,.2f} ms/forward of {query}"
     if record["bound_seconds"] is not None:
         figures += f" (bound {1e3 * record['bound_seconds']:,.2f})"
     figures += f", {record['tokens_per_second']:,.0f} tokens/s at {record['tokens_per_forward']:.1f} tokens per forward"
-    return [what, f"{figures}, {record['committed']:,} committed", _memory(record)]
+    return [f"{name}, {record['what']}", f"{figures}, {record['committed']:,} committed", _memory(record)]
 
 
 _ROWS = {"peaks": _peaks_row, "train": _train_row, "decode": _decode_row}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures part by part, prints a table and writes the result."""
+def check_output(path: Path) -> None:
+    """Sees to it that a file can be written, in a directory that is made where it is missing.
+
+    Raises:
+      ConfigError: when it cannot.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is there already and no file; give another --output.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); give another --output.") from None
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, `parts` a list that has each once; ends the process with status 2 for bad ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="JSON file; default: benchmarks/results/gpu_DEVICE.json")
+    parser.add_argument("--output", type=Path, help="JSON file; default: benchmarks/results/gpu_DEVICE.json")
     parser.add_argument("--parts", default=",".join(SECONDS), help=f"some of {','.join(SECONDS)}")
-    parser.add_argument("--small", action="store_true", help="toy shapes, for a CPU")
+    small = f"toy shapes, for a CPU; each part has {SMALL_SECONDS} seconds instead of at most {max(SECONDS.values())}"
+    parser.add_argument("--small", action="store_true", help=small)
     args = parser.parse_args(arguments)
-    names = args.parts.split(",")
-    unknown = [name for name in names if name not in SECONDS]
+    args.parts = list(dict.fromkeys(args.parts.split(",")))
+    unknown = [name for name in args.parts if name not in SECONDS]
     if unknown:
         parser.error(f"--parts has {unknown[0]!r}; the parts are {', '.join(SECONDS)}.")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures part by part, prints a table and writes the result; ends with status 1 where not all was measured.
+
+    Raises:
+      ConfigError: when the result cannot be written, before anything is measured.
+    """
+    args = parse(arguments)
+    if args.output is not None:
+        check_output(args.output)
     accelerators.set_flags()  # which the parts inherit
-    about = run_part("about", 60, [])
+    about = run_part("about", SMALL_SECONDS if args.small else 60, [])
     if about["status"] != "ok":
         sys.exit(f"error: JAX does not start: {about.get('error', about['status'])}")
     device = about["device"]
     print(f"{device}; {', '.join(f'{name} {version}' for name, version in about['versions'].items())}", flush=True)
     slug = "".join(letter if letter.isalnum() else "_" for letter in device.lower())
-    output = Path(args.output or ROOT / "benchmarks" / "results" / f"gpu_{slug}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output = args.output or ROOT / "benchmarks" / "results" / f"gpu_{slug}.json"
+    check_output(output)
     result = {key: about[key] for key in ("commit", "device", "versions", "flags")} | {"small": args.small, "parts": {}}
-    peaks: dict[str, Any] = {}
     print("\n| what | figures | peak memory |\n| --- | --- | --- |", flush=True)
+    measure_parts(args.parts, args.small, output, result)
+    print(f"\nWritten to {output}.")
+    if any(part["status"] != "ok" for part in result["parts"].values()):
+        sys.exit(1)
+
+
+def measure_parts(names: Sequence[str], small: bool, output: Path, result: dict[str, Any]) -> None:
+    """Adds each part to the result, prints its rows of the table and writes the result so far."""
+    peaks: dict[str, Any] = {}
     for name in names:
+        limit = SMALL_SECONDS if small else SECONDS[name]
         # A part that finds time left measures more, and so ends a little before it is ended.
-        options = ["--small"] * args.small + [f"--peaks={json.dumps(peaks)}", f"--seconds={0.85 * SECONDS[name]}"]
-        part = run_part(name, SECONDS[name], options)
+        options = ["--small"] * small + [f"--peaks={json.dumps(peaks)}", f"--seconds={0.85 * limit}"]
+        part = run_part(name, limit, options)
         result["parts"][name] = part
         if name.startswith("train"):
             mark_fastest(part.get("records", []))
@@ -153,8 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows_of(name, part):
             print(f"| {' | '.join(row)} |", flush=True)
         write_json(output, result)
-    print(f"\nWritten to {output}.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)

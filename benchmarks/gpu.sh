@@ -1,6 +1,6 @@
 #!/bin/sh
-# What this package does on one GPU, in about six minutes; --small tries it out on a CPU. Needs Python 3.11 or newer with
-# jax (for a GPU jax[cuda12] or jax[cuda13]), flax, optax, orbax-checkpoint, sentencepiece and numpy; installs nothing.
+# What this package does on one GPU, in about six minutes; --small tries it out on a CPU, in longer. Needs Python 3.11 or newer
+# with jax (for a GPU jax[cuda12] or jax[cuda13]), flax, optax, orbax-checkpoint, sentencepiece and numpy; installs nothing.
 #
 #     sh benchmarks/gpu.sh
 #     PYTHON=python3.12 sh benchmarks/gpu.sh --output=h100.json

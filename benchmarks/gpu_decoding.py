@@ -122,10 +122,25 @@ def _record(
     }  # fmt: skip
 
 
+WAYS = {"ReFusion": measure_refusion, "left to right": measure_plain}
+
+
+def cases(kind: str, small: bool) -> list[tuple[int, str]]:
+    """(rows, way of decoding) of all measurements, in their order."""
+    ways = list(WAYS) if kind == "bfloat16" or small else ["ReFusion"]
+    return [(rows, way) for rows in (SMALL_ROWS if small else ROWS) for way in ways]
+
+
+def name_of(case: tuple[int, str]) -> str:
+    """What a measurement is called."""
+    rows, way = case
+    return f"{way}, {rows} {'row' if rows == 1 else 'rows'}"
+
+
 def measure_decoding(
     model: ModelConfig, kind: str, small: bool, peaks: dict[str, Any], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Both ways of decoding at each number of rows, while there is time for another like the longest so far.
+    """The cases one after another, while there is time for another like the longest so far.
 
     Args:
       model: its shape. kind: bfloat16, int8 (weights) or int8_kv (weights and KV buffer).
@@ -135,19 +150,17 @@ def measure_decoding(
     module, params = Transformer(model), random_params(model)
     params = params if kind == "bfloat16" else quantize(params)
     weights = read_bytes(params)
-    ways = (measure_refusion, measure_plain) if kind == "bfloat16" or small else (measure_refusion,)
     began, longest = time.monotonic(), 0.0
-    for rows in SMALL_ROWS if small else ROWS:
-        for way in ways:
-            if time.monotonic() - began + 1.2 * longest > seconds:
-                return
-            start = time.monotonic()
-            record = way(module, params, rows, SMALL_PROMPT if small else PROMPT)
-            longest = max(longest, time.monotonic() - start)
-            needed = weights + kv_bytes(model, rows, record["committed"])
-            stats = jax.local_devices()[0].memory_stats() or {}
-            yield record | {
-                "weight_bytes": weights, "bound_bytes": needed,
-                "bound_seconds": needed / peaks["bandwidth"] if peaks else None,
-                "peak_memory_bytes": stats.get("peak_bytes_in_use"),
-            }  # fmt: skip
+    for rows, way in cases(kind, small):
+        if time.monotonic() - began + 1.2 * longest > seconds:
+            return
+        start = time.monotonic()
+        record = WAYS[way](module, params, rows, SMALL_PROMPT if small else PROMPT)
+        longest = max(longest, time.monotonic() - start)
+        needed = weights + kv_bytes(model, rows, record["committed"])
+        stats = jax.local_devices()[0].memory_stats() or {}
+        yield record | {
+            "weight_bytes": weights, "bound_bytes": needed,
+            "bound_seconds": needed / peaks["bandwidth"] if peaks else None,
+            "peak_memory_bytes": stats.get("peak_bytes_in_use"),
+        }  # fmt: skip

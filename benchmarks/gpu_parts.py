@@ -121,15 +121,25 @@ def measure_trial(config: Config, peaks: Record) -> Record:
     }  # fmt: skip
 
 
+def trials(small: bool) -> tuple[tuple[int, str], ...]:
+    """(rows, remat) of all trials, in their order."""
+    return TRIALS[-2:] if small else TRIALS
+
+
+def row_length(small: bool) -> int:
+    """Tokens of a row to train on."""
+    return SMALL_LENGTH if small else LENGTH
+
+
 def measure_training(size: str, small: bool, peaks: Record, seconds: float) -> Iterator[Record]:
     """Trials, while there is time for another one like the longest so far."""
     began, longest = time.monotonic(), 0.0
-    for rows, remat in TRIALS[-2:] if small else TRIALS:
+    for rows, remat in trials(small):
         if time.monotonic() - began + 1.2 * longest > seconds:
             break
         start = time.monotonic()
         changes = {"dtype": "bfloat16", "remat": remat}
-        length = SMALL_LENGTH if small else LENGTH
+        length = row_length(small)
         model = ModelConfig(**vars(SMALL) | changes) if small else qwen3(size, **changes)
         config = Config(
             model=model,
@@ -140,9 +150,24 @@ def measure_training(size: str, small: bool, peaks: Record, seconds: float) -> I
         try:
             record = measure_trial(config, peaks)
         except jax.errors.JaxRuntimeError as error:
-            record = {"batch_size": rows, "length": length, "remat": remat, "skipped": str(error)[:200]}
+            record = {
+                "batch_size": rows,
+                "length": length,
+                "remat": remat,
+                "skipped": " ".join(str(error).split())[:200],
+            }
         longest = max(longest, time.monotonic() - start)
         yield record
+
+
+def measurements(name: str, small: bool) -> list[str]:
+    """What a part measures, in its order."""
+    kind, _, what = name.partition("_")
+    if kind == "peaks":
+        return ["peaks"]
+    if kind == "train":
+        return [f"{rows} x {row_length(small)}, remat {remat}" for rows, remat in trials(small)]
+    return [gpu_decoding.name_of(case) for case in gpu_decoding.cases(what, small)]
 
 
 def measure(name: str, small: bool, peaks: Record, seconds: float) -> Iterable[Record]:
@@ -164,7 +189,7 @@ def about() -> Record:
 
 
 def main() -> None:
-    """Measures one part; its records are written as they come."""
+    """Measures one part; its records are written as they come, with the names of what is still left out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("output", type=Path)
@@ -175,10 +200,11 @@ def main() -> None:
     if args.name == "about":
         write_json(args.output, about())
         return
-    records: list[Record] = []
+    names, records = measurements(args.name, args.small), []
+    write_json(args.output, {"records": records, "left_out": names})
     for record in measure(args.name, args.small, args.peaks, args.seconds):
-        records.append(record)
-        write_json(args.output, {"records": records})
+        records.append({"what": names[len(records)]} | record)
+        write_json(args.output, {"records": records, "left_out": names[len(records) :]})
 
 
 if __name__ == "__main__":

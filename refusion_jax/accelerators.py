@@ -8,6 +8,7 @@
 What the environment says already is left as it is. See docs/accelerators.md.
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -27,6 +28,9 @@ PLUGINS = {
 GPU_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=true",)
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _MEMORY_SHARE = "0.9"
+# XLA reads flags as long as one follows another; a value that does not begin with one it takes for a file's name.
+_SPACE = r"[ \t\r\n]"
+_FLAG = r"""(?P<name>-[A-Za-z0-9_-]*+)(?:="(?:\\.|[^"\\])*"|='[^']*'|(?!=["'])[^ \t\r\n]*)"""
 _DIRECTORY_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
@@ -39,24 +43,36 @@ def configure() -> None:
 def set_flags() -> None:
     """Sets XLA's flags for GPUs, and how much of their memory JAX takes, for before anything starts JAX's backend.
 
-    Without a GPU's plugin it does nothing.
+    Without a GPU's plugin it does nothing. Where JAX has started already it changes nothing, and says so once.
     """
     if not any(map(importlib.util.find_spec, PLUGINS["gpu"])):
         return
     given = os.environ.get("XLA_FLAGS", "")
-    added = _missing(given, GPU_FLAGS)
-    if added and xla_bridge.backends_are_initialized():
-        print(f"Warning: JAX has started already, without {' '.join(added)}.", file=sys.stderr)
+    flags = _missing(given, GPU_FLAGS)
+    is_memory_set = any(name in os.environ for name in _MEMORY_VARIABLES)
+    memory = [] if is_memory_set else [f"{_MEMORY_VARIABLES[0]}={_MEMORY_SHARE}"]
+    if xla_bridge.backends_are_initialized():
+        if flags or memory:
+            _warn(f"JAX has started already, without {' '.join([*flags, *memory])}; set them before anything computes.")
         return
-    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
-    if not any(name in os.environ for name in _MEMORY_VARIABLES):
+    if flags:
+        os.environ["XLA_FLAGS"] = " ".join([given, *flags] if given else flags)
+    if not is_memory_set:
         os.environ[_MEMORY_VARIABLES[0]] = _MEMORY_SHARE
 
 
 def _missing(given: str, flags: tuple[str, ...]) -> list[str]:
-    """The flags whose names are not among the given ones."""
-    names = {re.split(r"[= ]", flag, maxsplit=1)[0].lstrip("-") for flag in given.split()}
+    """The flags to append to the given ones: those of other names, none where XLA would not read them there."""
+    if given and not re.fullmatch(rf"{_SPACE}*(?:{_FLAG}(?:{_SPACE}+|$))+", given):
+        return []
+    names = {match["name"].lstrip("-") for match in re.finditer(_FLAG, given)}
     return [flag for flag in flags if flag.lstrip("-").partition("=")[0] not in names]
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Warns on stderr, of the same thing once per process."""
+    print(f"Warning: {text}", file=sys.stderr)
 
 
 def keep_programs() -> None:
@@ -71,22 +87,32 @@ def keep_programs() -> None:
         return
     directory = cache_directory()
     try:
-        _make_private(directory)
+        if directory is None:
+            raise OSError("there is no home directory")
+        for place in (directory.parent, directory):
+            _make_private(place)
     except OSError as error:
-        print(
-            f"Warning: compiled programs are not kept, since {directory} cannot be used ({error.strerror or error}); "
-            f"set {_DIRECTORY_VARIABLE} to another directory, or JAX_ENABLE_COMPILATION_CACHE=false.",
-            file=sys.stderr,
+        fault = f"{error.filename}: {error.strerror}" if error.filename else error
+        _warn(
+            f"compiled programs are not kept ({fault}); "
+            f"set {_DIRECTORY_VARIABLE} to another directory, or JAX_ENABLE_COMPILATION_CACHE=false."
         )
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
-def cache_directory() -> Path:
-    """Where compiled programs are kept: `refusion_jax/xla` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path has no meaning here, says the XDG specification.
-    return Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "refusion_jax" / "xla"
+def cache_directory() -> Path | None:
+    """Where compiled programs are kept: `refusion_jax/xla` in `$XDG_CACHE_HOME`, by default `~/.cache`.
+
+    None without a home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # which has no meaning here, says the XDG specification
+        home = os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
+        if not os.path.isabs(home):
+            return None
+        base = os.path.join(home, ".cache")
+    return Path(base) / "refusion_jax" / "xla"
 
 
 def _make_private(directory: Path) -> None:
@@ -95,11 +121,14 @@ def _make_private(directory: Path) -> None:
     Raises:
       OSError: when that cannot be, or others may write to it.
     """
-    if not directory.is_absolute():
-        raise OSError("there is no home directory")
+    for place in (*reversed(directory.parents), directory):
+        if os.path.lexists(place) and not place.is_dir():
+            raise OSError(f"{place} is {'a link to nothing' if not place.exists() else 'a file, not a directory'}")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError("others may write to it")
+    if status.st_uid != os.getuid():
+        raise OSError(f"{directory} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"others may write to {directory}")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise OSError("it is not writable")
+        raise OSError(f"{directory} is not writable")

@@ -20,6 +20,7 @@ def installed(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(accelerators.xla_bridge, "backends_are_initialized", lambda: False)
+    accelerators._warn.cache_clear()
 
     def install(*names):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
@@ -49,12 +50,50 @@ def test_what_the_user_has_set_wins(installed, monkeypatch):
     assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
 
 
-def test_flags_that_come_too_late_are_told(installed, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "given", ["flags.txt", " /tmp/-flags", "--xla_dump_to='/tmp/a b", "--xla_a=1 b --xla_c=2", " "]
+)
+def test_a_value_behind_which_xla_reads_no_flag_is_left_alone(given, installed, monkeypatch):
+    """A file's name, or a quote that is not closed."""
+    installed("jax_cuda12_plugin")
+    monkeypatch.setenv("XLA_FLAGS", given)
+    accelerators.set_flags()
+    assert os.environ["XLA_FLAGS"] == given
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--xla_dump_to='/tmp/a  b'",
+        ' --xla_dump_to="/tmp/\\" b"\t--xla_a\n',
+        "--xla_a='--xla_gpu_enable_latency_hiding_scheduler'",
+    ],
+)
+def test_what_the_user_gave_is_never_rewritten(given, installed, monkeypatch):
+    installed("jax_cuda12_plugin")
+    monkeypatch.setenv("XLA_FLAGS", given)
+    accelerators.set_flags()
+    assert os.environ["XLA_FLAGS"] == f"{given} {accelerators.GPU_FLAGS[0]}"
+
+
+def test_settings_that_come_too_late_are_told_once(installed, monkeypatch, capsys):
     installed("jax_cuda12_plugin")
     monkeypatch.setattr(accelerators.xla_bridge, "backends_are_initialized", lambda: True)
     accelerators.set_flags()
-    assert "XLA_FLAGS" not in os.environ
-    assert capsys.readouterr().err.startswith("Warning: JAX has started already, without --xla_gpu")
+    accelerators.set_flags()
+    assert not {"XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"} & set(os.environ)
+    err = capsys.readouterr().err
+    assert err.startswith("Warning: JAX has started already, without --xla_gpu") and err.count("\n") == 1
+    assert "XLA_CLIENT_MEM_FRACTION=0.9" in err
+
+
+def test_nothing_is_told_when_jax_has_started_with_the_settings(installed, monkeypatch, capsys):
+    installed("jax_cuda12_plugin")
+    accelerators.set_flags()
+    monkeypatch.setattr(accelerators.xla_bridge, "backends_are_initialized", lambda: True)
+    accelerators.set_flags()
+    assert capsys.readouterr().err == ""
 
 
 def run_jax(flags):
@@ -75,6 +114,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    accelerators._warn.cache_clear()
     names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
     before = [getattr(jax.config, name) for name in names]
     jax.config.update("jax_enable_compilation_cache", True)
@@ -110,23 +150,64 @@ def test_a_directory_that_is_named_is_used_and_a_cache_switched_off_stays_so(gpu
     assert jax.config.jax_compilation_cache_dir is None and not gpu.exists()
 
 
-@pytest.mark.parametrize("fault", ["a file", "writable for all", "not absolute"])
-def test_a_directory_that_cannot_be_used_is_told_and_nothing_more(fault, gpu, monkeypatch, capsys):
-    if fault == "a file":
-        gpu.parent.write_text("")
-    elif fault == "writable for all":
-        gpu.mkdir(parents=True)
-        gpu.chmod(0o777)
+FAULTS = {
+    "a file": "refusion_jax is a file, not a directory",
+    "a file in its place": "xla is a file, not a directory",
+    "a link to nothing": "xla is a link to nothing",
+    "writable for all": "others may write to",
+    "a parent that is writable for the group": "others may write to",
+    "of another user": "belongs to another user",
+    "no home": "there is no home directory",
+}
+
+
+def make_fault(fault, directory, monkeypatch):
+    if fault == "no home":
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setenv("HOME", "")
+    elif fault == "a file":
+        directory.parent.write_text("")
     else:
-        monkeypatch.setattr(accelerators, "cache_directory", lambda: Path("refusion_jax_cache"))
+        directory.parent.mkdir(mode=0o700)
+    if fault == "a file in its place":
+        directory.write_text("")
+    elif fault == "a link to nothing":
+        directory.symlink_to("nowhere")
+    elif fault == "writable for all":
+        directory.mkdir()
+        directory.chmod(0o777)
+    elif fault == "a parent that is writable for the group":
+        directory.parent.chmod(0o770)
+    elif fault == "of another user":
+        owner = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_directory_that_cannot_be_used_is_told_once_and_nothing_more(fault, gpu, monkeypatch, capsys):
+    make_fault(fault, gpu, monkeypatch)
+    accelerators.keep_programs()
     accelerators.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
     err = capsys.readouterr().err
-    assert err.startswith("Warning: compiled programs are not kept") and err.count("\n") == 1
-    assert not Path("refusion_jax_cache").exists()
+    assert err.startswith("Warning: compiled programs are not kept (") and err.count("\n") == 1
+    assert FAULTS[fault] in err
 
 
-def test_the_cache_directory_is_the_users(monkeypatch):
+def test_the_parent_is_made_for_the_user_alone_whatever_the_umask(gpu):
+    before = os.umask(0)
+    try:
+        accelerators.keep_programs()
+    finally:
+        os.umask(before)
+    assert gpu.parent.stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_dir == str(gpu)
+
+
+@pytest.mark.parametrize(
+    ("home", "directory"), [("/home/me", "/home/me/.cache/refusion_jax/xla"), ("me", None), ("", None)]
+)
+def test_the_cache_directory_is_the_users(home, directory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert accelerators.cache_directory() == Path("/home/me/.cache/refusion_jax/xla")
+    monkeypatch.setenv("HOME", home)
+    assert accelerators.cache_directory() == (Path(directory) if directory else None)
