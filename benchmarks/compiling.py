@@ -47,7 +47,9 @@ DECODE_FLAGS = (
 DEPTH, LESS_DEEP = 36, 4
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_list("cases", None, "Parts of the names of the cases to compile; default: all.", flag_values=FLAGS)
+flags.DEFINE_multi_string(
+    "cases", None, "Part of the names of the cases to compile, given once per part; default: all.", flag_values=FLAGS
+)
 flags.DEFINE_string("output", str(common.HERE / "results" / "compiling_tpu.json"), "File to write.", flag_values=FLAGS)
 
 
@@ -70,6 +72,8 @@ def decoding(topology: str, *arguments: str) -> dict[str, Any]:
     deep = compiled("decode.py", topology, *DECODE_FLAGS, *arguments)
     flat = compiled("decode.py", topology, *DECODE_FLAGS, *arguments, f"--config.model.num_hidden_layers={LESS_DEEP}")
     forward, less = (each["programs"]["decode forward"] for each in (deep, flat))
+    if not deep["fits"]:
+        raise ConfigError(f"{deep['command']} does not fit, so that there is nothing to compare.")
     return {name: deep[name] for name in ("command", "fits", "hbm_limit_bytes")} | forward | {
         "bytes_per_layer": per_layer(forward["bytes_per_chip"], less["bytes_per_chip"]),
         "held_per_layer": per_layer(_held(forward), _held(less)),
@@ -85,6 +89,14 @@ def _held(forward: Mapping[str, Any]) -> float:
     return forward["memory"]["parameters"] + forward["memory"]["KV buffer"]
 
 
+_FIGURES = (("flops_ratio", ".3f"), ("collectives_ratio", ".3f"), ("utilisation", ".1%"))
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A figure, which a program that does not fit has none of."""
+    return "–" if value is None else format(value, form)
+
+
 def training_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A row for each case that trains."""
     header = ("case", "mesh", "memory of a chip, GB", "free", "FLOPs, times the model's", "collectives, times needed",
@@ -95,9 +107,7 @@ def training_table(results: Mapping[str, Mapping[str, Any]]) -> str:
             " x ".join(map(str, each["mesh"].values())),
             f"{each['hbm_bytes_per_chip'] / 1e9:.1f} of {each['hbm_limit_bytes'] / 1e9:.1f}",
             f"{1 - each['hbm_bytes_per_chip'] / each['hbm_limit_bytes']:.0%}",
-            f"{each['flops_ratio']:.3f}",
-            f"{each['collectives_ratio']:.3f}",
-            f"{each['utilisation']:.1%}",
+            *(_figure(each[name], form) for name, form in _FIGURES),
             f"{each['compile_seconds']:.0f}",
         )
         for name, each in results.items()
@@ -141,6 +151,7 @@ def main(args: flags.FlagValues) -> None:
     jax.config.update("jax_platforms", "cpu")  # libtpu would look for a TPU
     about = {"commit": common.commit(), "machine": common.machine(), "versions": common.versions()}
     results: dict[str, dict[str, Any]] = {}
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     for name, case in (cases[0] | cases[1]).items():
         results[name] = decoding(*case) if name in DECODING else compiled("train.py", *case)
         print(f"{name}: {results[name]['command']}", flush=True)

@@ -36,7 +36,7 @@ from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
-from refusion_jax.sharding import AXES, check_rows, check_widths, row_shares
+from refusion_jax.sharding import AXES, check_widths, row_shares, shared_rows
 from refusion_jax.training.run_directory import TOKENIZER_NAME, read_run_config
 from refusion_jax.training.weights import is_begun_run, param_shardings, run_params
 from refusion_jax.watching import Observer, Watch
@@ -152,9 +152,10 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
       ConfigError: when the shapes differ, or a token or position lies outside what the model has.
     """
     tokens, position_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(position_ids, jnp.int32)
-    if tokens.ndim != 2 or tokens.shape != position_ids.shape:
+    if tokens.ndim != 2 or tokens.shape != position_ids.shape or not tokens.size:
         raise ConfigError(
-            f"tokens have shape {tokens.shape} and position_ids {position_ids.shape}; both must be (batch, length)."
+            f"tokens have shape {tokens.shape} and position_ids {position_ids.shape}; both must be (batch, length), "
+            "neither of them 0."
         )
     if bool(jnp.any((tokens < 0) | (tokens >= model.config.vocab_size))):
         raise ConfigError(f"tokens must lie in [0, {model.config.vocab_size}), the vocabulary.")
@@ -248,7 +249,7 @@ def generate_stream(
       requests: the prompts.
       prompt_length, response_length: the largest of any request, in tokens (`prepare` tells them).
       batch_size: rows decoded at once, or "auto": as many as free memory holds, at most 256 for each of the devices
-        that rows are split over, which a number must be a multiple of.
+        that rows are split over; a number is rounded down to a multiple of theirs.
       most_requests: how many requests there will be at most, where that is known; fewer rows may do then.
       num_samples: answers per prompt.
       prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
@@ -348,9 +349,7 @@ def _rows(model: Model, batch_size: int | str, prompt_length: int, response_leng
         return fitting_rows(model.config, sizes.buffer_length, sizes.capacity, mesh=model.mesh)
     if not is_whole(batch_size) or int(batch_size) < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once, or say 'auto'.")
-    if model.mesh is not None:
-        check_rows(model.mesh, int(batch_size), "batch_size")
-    return int(batch_size)
+    return int(batch_size) if model.mesh is None else shared_rows(model.mesh, int(batch_size))
 
 
 def _needed_rows(model: Model, responses: int) -> int:
@@ -381,8 +380,8 @@ def generate(
         `{"segments": ["def add(a, b):", {"hole": 32}, "return result"]}`.
       config: settings for all prompts or one per prompt; by default the model's own. One batch may mix any settings.
       seed: one for all prompts or one per prompt; with a prompt's index, all that sampling depends on.
-      batch_size: the most rows decoded at once, or "auto": as many as free memory holds. On a mesh a multiple of the
-        devices that rows are split over.
+      batch_size: the most rows decoded at once, or "auto": as many as free memory holds. On a mesh it is
+        rounded down to a multiple of the devices that rows are split over.
       num_samples: responses per prompt; they stand next to each other in the result.
       prefix: text or token IDs before every prompt, computed once and shared by all rows; not for conversations.
       rules: the functions that decide, see docs/rules.md.

@@ -29,7 +29,6 @@ arithmetic and traffic of a chip. Of --checkpoint it reads the configuration alo
 preset. The last line is JSON, and the exit status 1 when it does not fit.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -48,13 +47,13 @@ from refusion_jax import accelerators, answers, command_line
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
-from refusion_jax.config import DTYPES, KV_DTYPES, ConfigError, DecodeConfig, to_dict
+from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, to_dict
 from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.file_job import answer_file, response_fields
-from refusion_jax.files import fingerprint, read_lines
+from refusion_jax.files import fingerprint, read_lines, writing_out
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.huggingface import local_directory
 from refusion_jax.modeling.quantization import QUANTIZATIONS
@@ -131,7 +130,7 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "tensor_parallel",
     1,
-    "Devices that the model is split over, by heads, feed-forward width and vocabulary; -1 for the rest.",
+    "Devices that the model is split over, by heads, feed-forward width and vocabulary (mesh.tensor); -1 for the rest.",
     lower_bound=-1,
     flag_values=FLAGS,
 )
@@ -143,9 +142,7 @@ flags.DEFINE_enum(
     "dtype", None, list(DTYPES), "Type of parameters and activations; by default the checkpoint's.", flag_values=FLAGS
 )
 flags.DEFINE_enum("quantize", None, list(QUANTIZATIONS), "Type to round the weights to.", flag_values=FLAGS)
-flags.DEFINE_enum(
-    "kv_dtype", None, list(KV_DTYPES), "Type of the KV buffer; '' is that of activations.", flag_values=FLAGS
-)
+flags.DEFINE_string("kv_dtype", None, "Type of the KV buffer: int8, or '' for that of activations.", flag_values=FLAGS)
 define_processes(FLAGS)
 command_line.define_compile_for(FLAGS)
 command_line.define_config(FLAGS, optional=True)
@@ -205,7 +202,7 @@ def _compile(args: flags.FlagValues) -> int:
     """Compiles for `--compile_for`; returns the exit status."""
     command_line.refuse_beside_compile_for(args, _NOT_COMPILED)
     if (args.checkpoint is None) == (not args.config):
-        raise ConfigError("--compile_for needs either --checkpoint or --config: the model to compile.")
+        raise ConfigError("--compile_for needs one of --checkpoint and --config, not both: the model to compile.")
     config = args.config or described_config(args.checkpoint)
     types = {"dtype": args.dtype, "param_dtype": args.dtype, "kv_dtype": args.kv_dtype}
     types = {name: value for name, value in types.items() if value is not None}
@@ -276,7 +273,7 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     if args.input is None:
         if sys.stdin is None:
             raise ConfigError("Standard input is closed; give lines there, or --prompt or --input.")
-        with _writing_out():
+        with writing_out():
             target = sys.stdout.buffer
         return decode_lines(reader, sys.stdin.buffer, target, stream)
     targets = {f"--{name}": Path(str(args[name].value)) for name in ("output", "trace") if args[name].present}
@@ -329,26 +326,13 @@ def _stream(
     )
 
 
-@contextlib.contextmanager
-def _writing_out() -> Iterator[None]:
-    """Says in one sentence why standard output cannot be written; that nobody reads it any more is no fault."""
-    if sys.stdout is None:
-        raise ConfigError("Standard output is closed, so that answers have nowhere to go.")
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"Standard output cannot be written ({error.strerror}).") from error
-
-
 def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig, chat: Chat) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
     prompt = chat.of_text(args.prompt, chat.enable_thinking) if chat.prompts else args.prompt
     prepared, statistics = prepare(model, prompt, config, args.prefix or None), Statistics()
     requests, bounds = [StreamRequest(0, prepared, config, args.seed)], Bounds.of([(prepared.layout, config)])
     for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
-        with _writing_out():
+        with writing_out():
             print(answer.text, flush=True)
     per_forward = statistics.tokens / max(statistics.forwards, 1)
     print(
@@ -374,7 +358,7 @@ def decode_lines(reader: Reader, source: BinaryIO, target: BinaryIO, stream: Cal
         line = reader.line(number, text)
         failed |= line.request is None
         record = line.record if line.request is None else _answer_line(reader, line.record, line.request, stream)
-        with _writing_out():
+        with writing_out():
             target.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
             target.flush()
         reader.signals.check()

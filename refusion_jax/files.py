@@ -5,11 +5,14 @@ import hashlib
 import io
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from etils import epath
+
+from refusion_jax.config import ConfigError
 
 # Of larger files a fingerprint reads this many blocks: weights trained on differ nearly everywhere.
 _SAMPLED_BLOCKS = 64
@@ -100,3 +103,20 @@ def write_json(path: os.PathLike[str], value: Any) -> None:
     """Writes `value` under a temporary name, then renames: a reader never meets half a file."""
     with replace_file(path) as file:
         file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def writing_out() -> Iterator[None]:
+    """Says in one sentence why standard output cannot be written; that nobody reads it any more is no fault.
+
+    Raises:
+      ConfigError: when it is closed, or its disk is full.
+    """
+    if sys.stdout is None:
+        raise ConfigError("Standard output is closed, so that there is nowhere to write to.")
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"Standard output cannot be written ({error.strerror}).") from error

@@ -47,10 +47,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     Devices of several slices, which only a slow network joins, are divided along `data`.
 
     Raises:
-      ConfigError: when the configured sizes do not multiply to the number of devices, or `data` is no multiple of the
-        number of slices.
+      ConfigError: when the configured sizes do not multiply to the number of devices, there are none or some twice, or
+        `data` is no multiple of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
+    if not isinstance(config, MeshConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; give a MeshConfig.")
+    different = len(set(map(id, devices)))
+    if not different or different < len(devices):
+        raise ConfigError(f"devices has {len(devices)} entries, {different} of them different; give each device once.")
     sizes = [config.data, config.fsdp, config.tensor]
     given = math.prod(size for size in sizes if size != -1)
     resolved = [len(devices) // given if size == -1 else size for size in sizes]
@@ -135,6 +140,19 @@ def check_rows(mesh: Any, rows: int, name: str) -> None:
             f"{name} is {rows}, not divisible by the {shares} devices that its rows are split over "
             f"(mesh.data x mesh.fsdp); use {max(rows // shares, 1) * shares}."
         )
+
+
+def shared_rows(mesh: Any, rows: int) -> int:
+    """The most rows of a decode, of at most `rows`, that every device can have as many of.
+
+    Raises:
+      ConfigError: when they are fewer than the devices.
+    """
+    if rows < (shares := row_shares(mesh)):
+        raise ConfigError(
+            f"batch_size is {rows}, fewer rows than the {shares} devices they are split over; use at least {shares}."
+        )
+    return rows // shares * shares
 
 
 def check_widths(mesh: Any, model: ModelConfig) -> None:

@@ -174,8 +174,21 @@ def test_logits_are_those_of_the_module(model):
 @pytest.mark.parametrize(
     ("tokens", "position_ids", "sentence"),
     [
-        ([[1, 2]], [[0, 1, 2]], "tokens have shape (1, 2) and position_ids (1, 3); both must be (batch, length)."),
-        ([1, 2], [0, 1], "tokens have shape (2,) and position_ids (2,); both must be (batch, length)."),
+        (
+            [[1, 2]],
+            [[0, 1, 2]],
+            "tokens have shape (1, 2) and position_ids (1, 3); both must be (batch, length), neither of them 0.",
+        ),
+        (
+            [1, 2],
+            [0, 1],
+            "tokens have shape (2,) and position_ids (2,); both must be (batch, length), neither of them 0.",
+        ),
+        (
+            np.zeros((1, 0)),
+            np.zeros((1, 0)),
+            "tokens have shape (1, 0) and position_ids (1, 0); both must be (batch, length), neither of them 0.",
+        ),
         ([[1, 1_000]], [[0, 1]], "tokens must lie in [0, 47), the vocabulary."),
         ([[-1, 1]], [[0, 1]], "tokens must lie in [0, 47), the vocabulary."),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import common, compiling, decode, gpu, gpu_decoding, loading, loss, tokenizing, train, yardstick
+from benchmarks import (
+    common,
+    compiling,
+    decode,
+    gpu,
+    gpu_decoding,
+    gpu_parts,
+    loading,
+    loss,
+    tokenizing,
+    train,
+    yardstick,
+)
 from refusion_jax.config import ConfigError, ModelConfig
 from refusion_jax.modeling import Transformer
 
@@ -251,12 +264,14 @@ def test_unusable_chunks():
 
 # ---- one GPU ---------------------------------------------------------------------------------------------------------
 
-TRIAL = {"batch_size": 8, "length": 4096, "remat": "full"}
+TRIAL = {"what": "8 x 4096, remat full", "batch_size": 8, "length": 4096, "remat": "full"}
 
 
 def test_a_part_that_fails_or_takes_too_long_is_told_with_what_it_measured(monkeypatch):
     def fails(command, **settings):
-        Path(command[4]).write_text(json.dumps({"records": [TRIAL | {"skipped": "too large"}]}))
+        Path(command[4]).write_text(
+            json.dumps({"records": [TRIAL | {"skipped": "too large"}], "left_out": ["4 rows", "2 rows"]})
+        )
         return SimpleNamespace(returncode=1, stderr="Traceback\nRuntimeError: no GPU\n")
 
     monkeypatch.setattr(gpu.subprocess, "run", fails)
@@ -264,7 +279,9 @@ def test_a_part_that_fails_or_takes_too_long_is_told_with_what_it_measured(monke
     assert (part["status"], part["error"]) == ("failed", "RuntimeError: no GPU")
     rows = gpu.rows_of("train_0.6b", part)
     assert rows[0] == ["train_0.6b, 8 x 4096, remat full", "too large", ""]
-    assert rows[1][1].startswith("failed after") and rows[1][1].endswith("RuntimeError: no GPU")
+    assert rows[1][1].startswith("failed after") and rows[1][1].endswith(
+        "s: RuntimeError: no GPU; not measured: 4 rows; 2 rows"
+    )
 
     def hangs(command, timeout, **settings):
         raise subprocess.TimeoutExpired(command, timeout)
@@ -272,6 +289,149 @@ def test_a_part_that_fails_or_takes_too_long_is_told_with_what_it_measured(monke
     monkeypatch.setattr(gpu.subprocess, "run", hangs)
     assert gpu.run_part("peaks", 9, [])["status"] == "timeout"
     assert "ran out of its time" in gpu.rows_of("peaks", gpu.run_part("peaks", 9, []))[0][1]
+
+
+def test_a_part_without_the_time_for_all_says_what_it_left_out(monkeypatch):
+    def ends(command, **settings):
+        Path(command[4]).write_text(json.dumps({"records": [TRIAL | {"skipped": "too large"}], "left_out": ["2 rows"]}))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(gpu.subprocess, "run", ends)
+    part = gpu.run_part("train_0.6b", 9, [])
+    assert (part["status"], part["left_out"]) == ("incomplete", ["2 rows"])
+    told = gpu.rows_of("train_0.6b", part)[-1][1]
+    assert told.startswith("had no time left after") and told.endswith("s; not measured: 2 rows")
+
+
+def run_gpu_part(monkeypatch, path, name, *arguments):
+    """Runs a part in this process; what it wrote."""
+    monkeypatch.setattr(sys, "argv", ["gpu_parts", name, str(path), "--small", *arguments])
+    gpu_parts.main()
+    return json.loads(path.read_text())
+
+
+def pretend_to_measure(monkeypatch, seconds):
+    """Replaces what measures by what takes so many seconds of a clock that only it moves."""
+    now = [0.0]
+
+    def trial(config, peaks):
+        now[0] += seconds
+        rows, remat = config.train.batch_size, config.model.remat
+        return {"batch_size": rows, "length": config.data.max_length, "remat": remat}
+
+    def way(decoding):
+        def measure(module, params, rows, prompt_length):
+            now[0] += seconds
+            return {"decoding": decoding, "rows": rows, "committed": 8}
+
+        return measure
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(gpu_parts, "time", clock)
+    monkeypatch.setattr(gpu_decoding, "time", clock)
+    monkeypatch.setattr(gpu_parts, "measure_trial", trial)
+    monkeypatch.setattr(gpu_decoding, "random_params", lambda model: {})
+    monkeypatch.setattr(gpu_decoding, "quantize", lambda params: params)
+    monkeypatch.setattr(gpu_decoding, "WAYS", {name: way(name) for name in gpu_decoding.WAYS})
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("train_0.6b", ["4 x 128, remat full", "2 x 128, remat full"]),
+        ("decode_int8", ["ReFusion, 1 row", "left to right, 1 row", "ReFusion, 4 rows", "left to right, 4 rows"]),
+    ],
+)
+def test_a_part_names_what_it_measures_and_what_it_leaves_out(name, what, tmp_path, monkeypatch):
+    pretend_to_measure(monkeypatch, seconds=10.0)
+    whole = run_gpu_part(monkeypatch, tmp_path / "whole.json", name, "--seconds=100")
+    assert ([record["what"] for record in whole["records"]], whole["left_out"]) == (what, [])
+    for record in whole["records"]:
+        if "decoding" in record:
+            assert record["what"] == gpu_decoding.name_of((record["rows"], record["decoding"]))
+        else:
+            assert record["what"] == f"{record['batch_size']} x {record['length']}, remat {record['remat']}"
+    cut = run_gpu_part(monkeypatch, tmp_path / "cut.json", name, "--seconds=15")
+    assert ([record["what"] for record in cut["records"]], cut["left_out"]) == (what[:1], what[1:])
+
+
+def test_a_part_that_dies_has_named_what_it_was_to_measure(tmp_path, monkeypatch):
+    def dies(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(gpu_decoding, "random_params", dies)
+    with pytest.raises(MemoryError):
+        run_gpu_part(monkeypatch, tmp_path / "part.json", "decode_int8")
+    assert len(json.loads((tmp_path / "part.json").read_text())["left_out"]) == 4
+
+
+@pytest.fixture
+def gpu_limits(monkeypatch):
+    """Parts that end at once: the time each was given. What they answer can be set by name."""
+    limits, answers = {}, {"about": {"device": "A Card", "versions": {}, "commit": "", "flags": {}}}
+
+    def run_part(name, seconds, arguments):
+        limits[name] = seconds
+        return {"status": "ok", "seconds": 1.0} | answers.get(name, {})
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    monkeypatch.setattr(gpu.accelerators, "set_flags", lambda: None)
+    return SimpleNamespace(limits=limits, answers=answers)
+
+
+def test_small_parts_have_more_time(gpu_limits, tmp_path, capsys):
+    gpu.main(["--parts=peaks,peaks", f"--output={tmp_path}/new/a.json"])
+    assert gpu_limits.limits["peaks"] == gpu.SECONDS["peaks"]
+    assert list(json.loads((tmp_path / "new" / "a.json").read_text())["parts"]) == ["peaks"]
+    gpu.main(["--small", f"--output={tmp_path}/a.json"])
+    assert set(gpu_limits.limits.values()) == {gpu.SMALL_SECONDS}
+    assert max(gpu.SECONDS.values()) < gpu.SMALL_SECONDS / 2
+    with pytest.raises(SystemExit):
+        gpu.main(["--help"])
+    assert f"{gpu.SMALL_SECONDS} seconds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_part_that_is_named_twice_is_measured_once():
+    assert gpu.parse(["--parts=train_0.6b,peaks,train_0.6b"]).parts == ["train_0.6b", "peaks"]
+
+
+@pytest.mark.parametrize("status", ["failed", "timeout", "incomplete"])
+def test_the_exit_status_is_1_when_not_all_was_measured(status, gpu_limits, tmp_path):
+    gpu_limits.answers["peaks"] = {"status": status}
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--parts=peaks,train_0.6b", f"--output={tmp_path}/a.json"])
+    assert ended.value.code == 1
+    parts = json.loads((tmp_path / "a.json").read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == [status, "ok"]
+
+
+def run_gpu_script(monkeypatch, *arguments):
+    """Runs gpu.py as a script in this process, with Ctrl-C pressed in its first part; its exit status."""
+
+    def interrupted(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    monkeypatch.setattr(gpu.accelerators, "set_flags", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(common.HERE / "gpu.py"), run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("output", ["", "/dev/null", "/proc/x/y.json", "file/a.json", "a" * 300])
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(output, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    assert run_gpu_script(monkeypatch, f"--output={tmp_path / output}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "give another --output." in err and err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_ctrl_c_ends_the_benchmark_in_one_word(tmp_path, monkeypatch, capsys):
+    assert run_gpu_script(monkeypatch, f"--output={tmp_path}/a.json") == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 def test_the_parts_take_less_than_six_minutes():
@@ -285,6 +445,19 @@ def test_the_fastest_trial_is_marked():
     assert [record["fastest"] for record in records] == [False, True, False]
     rows = gpu.rows_of("train_0.6b", {"status": "ok", "records": records})
     assert rows[1][1] == "fastest: 500.0 ms, 20 tokens/s, 50.0% of the measured peak"
+    gpu.mark_fastest(records[1:])  # of one there is no fastest
+    assert not records[1]["fastest"]
+
+
+@pytest.mark.parametrize(("width", "query"), [(1, "1 token,"), (16, "16 tokens,")])
+def test_a_row_of_decoding_counts_in_singular_and_plural(width, query):
+    record = {
+        "what": gpu_decoding.name_of((width, "ReFusion")), "forward_seconds": {"median": 0.002}, "query_width": width,
+        "bound_seconds": None, "tokens_per_second": 500.0, "tokens_per_forward": 1.0, "committed": 8,
+    }  # fmt: skip
+    (row,) = gpu.rows_of("decode_int8", {"status": "ok", "records": [record]})
+    assert row[0].endswith(", 1 row" if width == 1 else ", 16 rows")
+    assert row[1].startswith(f"2.00 ms/forward of {query}")
 
 
 @pytest.mark.parametrize("tied", [False, True])

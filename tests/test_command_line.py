@@ -67,6 +67,7 @@ def candidates(value):
             *config.ALGORITHMS,
             *config.ATTENTIONS,
             *config.DTYPES,
+            *config.KV_DTYPES,
             *config.REMAT_POLICIES,
             *config.ROPE_TYPES,
             *config.SOURCES,

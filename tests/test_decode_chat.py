@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import refusion_jax as rf
-from refusion_jax import command_line, decode
+from refusion_jax import command_line, decode, files
 from refusion_jax.decoding import batching, refusion
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -343,7 +343,7 @@ def test_an_interruption_lets_the_answer_finish(run, monkeypatch):
 
 def test_standard_output_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(rf.ConfigError, match="Standard output is closed"), decode._writing_out():
+    with pytest.raises(rf.ConfigError, match="Standard output is closed"), files.writing_out():
         pytest.fail("went on")
 
     def full(text):
@@ -351,7 +351,7 @@ def test_standard_output_that_cannot_be_written(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=full))
     expected = pytest.raises(rf.ConfigError, match=r"cannot be written \(No space left on device\)")
-    with expected, decode._writing_out():
+    with expected, files.writing_out():
         print("x")
 
 

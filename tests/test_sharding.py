@@ -38,6 +38,7 @@ from refusion_jax.sharding import (
     make_mesh,
     put_batch,
     replicated,
+    shared_rows,
     sum_over_batch,
     tree_shardings,
 )
@@ -270,6 +271,21 @@ def test_slices_exchange_over_data_alone():
     assert slices[0, 0, 0] != slices[2, 0, 0]
     with pytest.raises(ConfigError, match=r"^mesh\.data is 1, which the 2 slices cannot share; make it a multiple"):
         make_mesh(MeshConfig(data=1, fsdp=8), devices(slices=2))
+
+
+def test_rows_of_a_decode_are_rounded_down_to_equal_shares():
+    mesh = SimpleNamespace(shape={"data": 3, "fsdp": 2, "tensor": 2})
+    assert [shared_rows(mesh, rows) for rows in (6, 11, 12)] == [6, 6, 12]
+    with pytest.raises(ConfigError, match=r"^batch_size is 5, fewer rows than the 6 devices .*; use at least 6\.$"):
+        shared_rows(mesh, 5)
+
+
+def test_a_mesh_of_no_device_or_of_one_twice_is_refused():
+    for given, sentence in (([], "has 0 entries"), (devices()[:1] * 2, "has 2 entries, 1 of them different")):
+        with pytest.raises(ConfigError, match=f"^devices {sentence}"):
+            make_mesh(MeshConfig(-1, 1, 1), given)
+    with pytest.raises(ConfigError, match=r"^config is a dict; give a MeshConfig"):
+        make_mesh({"data": 8})
 
 
 @pytest.mark.parametrize("sizes", [(3, -1), (-1, 16), (2, 2), (16, 1), (2, 2, 4), (1, -1, 3)])

@@ -19,6 +19,7 @@ from refusion_jax.compilation.remedies import decoding_remedies, training_remedi
 from refusion_jax.compilation.report import GB, Report, compile_program, describe, summary
 from refusion_jax.compilation.topologies import Topology, read_topology, require_compiler, topology_devices
 from refusion_jax.config import Config
+from refusion_jax.files import writing_out
 from refusion_jax.sharding import decoding_mesh
 
 _MOST_REMEDIES = 2
@@ -69,7 +70,8 @@ def _in_child(work: Callable[[], int]) -> int:
 
     However this process ends, the other one ends too.
     """
-    sys.stdout.flush()
+    with writing_out():
+        sys.stdout.flush()
     # The system closes `held` with the process that has it, even one that is killed.
     watched, held = os.pipe()
     child = os.fork()
@@ -102,7 +104,7 @@ def _end_after(watched: int) -> None:
 def _with_vocabulary(config: Config) -> Config:
     known = known_vocabulary(config)
     if known is not config:
-        print(
+        _say(
             f"model.vocab_size is 0, the tokenizer's: taken as {known.model.vocab_size:,}, data.tokenizer_vocab_size "
             f"rounded up to a multiple of {VOCAB_MULTIPLE}."
         )
@@ -110,18 +112,23 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def _compile(topology: Topology, programs: Sequence[AbstractProgram], remedies: Callable[[Report], list[str]]) -> int:
-    print(f"{topology.name}: {topology.chips} chips.", flush=True)
+    _say(f"{topology.name}: {topology.chips} chips. Compiling takes minutes for a large model.")
     reports = []
     for program in programs:
         report = compile_program(program, topology)
         reports.append(report)
-        print("\n".join(describe(report)), flush=True)
+        _say("\n".join(describe(report)))
         if not report.fits:
             excess = (report.hbm_bytes - topology.chip.hbm_bytes) / GB
-            print(
+            _say(
                 f"The {program.name} needs {excess:.2f} GB more than a chip has; try "
                 f"{', or '.join(remedies(report)[:_MOST_REMEDIES])}."
             )
     result = summary(topology, reports)
-    print(json.dumps(result))
+    _say(json.dumps(result))
     return 0 if result["fits"] else 1
+
+
+def _say(text: str) -> None:
+    with writing_out():
+        print(text, flush=True)

@@ -11,6 +11,12 @@ _SPLASH = re.compile(r"^splash_mqa_(fwd|dq|dkv)")
 _QUERY, _KEYS = 2, 6  # operands; from the latter on they are buffers of all layers: keys, values, perhaps scales
 
 
+def attention_kernel(text: str) -> str:
+    """What computes attention in a program, by its compiled HLO: "splash", "pallas" or "xla", see `model.attention`."""
+    calls = re.findall(r"%(splash_mqa_fwd|buffer_attention)[\w.]* = ", text)
+    return {"splash_mqa_fwd": "splash", "buffer_attention": "pallas"}[calls[0]] if calls else "xla"
+
+
 def kernel_flops(computation: Computation, instruction: Instruction) -> int:
     """FLOPs of the matrix products in a kernel of `modeling`; 0 for any other instruction.
 

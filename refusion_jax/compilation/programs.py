@@ -25,15 +25,15 @@ from refusion_jax.modeling.quantization import quantize, quantized_shardings
 from refusion_jax.sharding import (
     batch_sharding,
     check_mesh,
-    check_rows,
     check_widths,
     make_mesh,
     replicated,
     row_shares,
+    shared_rows,
     tree_shardings,
 )
 from refusion_jax.slots import Batch
-from refusion_jax.training.flops import flops_per_token, forward_flops_per_token
+from refusion_jax.training.flops import encoding_flops_per_token, flops_per_token, forward_flops_per_token
 from refusion_jax.training.optimizer import make_optimizer
 from refusion_jax.training.run_directory import read_run_config
 from refusion_jax.training.state import abstract_state
@@ -110,7 +110,8 @@ def train_program(config: Config, devices: Any) -> AbstractProgram:
     mesh, train, length = make_mesh(config.mesh, devices), config.train, config.data.max_length
     check_mesh(mesh, config.model, train.batch_size, train.accumulate_steps)
     module, optimizer = Transformer(config.model), make_optimizer(config.optimizer, train.steps)
-    state, shardings = abstract_state(module, optimizer, mesh, config.lora)
+    with jax.set_mesh(mesh):  # which says what platform it is
+        state, shardings = abstract_state(module, optimizer, mesh, config.lora)
     step: Any = make_run_step(config, module, optimizer, mesh, shardings)
 
     def array(*shape: int, sharding: Any) -> Any:
@@ -198,7 +199,8 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
-    boxed = jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]
+    with jax.set_mesh(mesh):  # which says what platform it is
+        boxed = jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]
     params, shardings = nn.unbox(boxed), tree_shardings(boxed, mesh)
     if shape.quantize:
         params, shardings = jax.eval_shape(quantize, params), quantized_shardings(params, shardings)
@@ -216,7 +218,7 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
         one = sizes_of(1)
         rows = fitting_rows(model, one.buffer_length, one.capacity, free - chip_bytes(params), mesh)
     assert isinstance(rows, int)
-    check_rows(mesh, rows, "batch_size")
+    rows = shared_rows(mesh, rows)
     sizes = sizes_of(rows)
     capacity, prompt_length, buffer_length = sizes.capacity, sizes.prompt_length, sizes.buffer_length
     infilling = config.algorithm == "paper"
@@ -248,15 +250,20 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
         with jax.set_mesh(mesh):
             return decode_loop.lower(program, params, None, request(rows), state, number, number).compile()
 
-    def described(name: str, compile: Any, tokens: int, keys: int, trips: tuple[int, ...], **least: int) -> Any:
-        flops = tokens * forward_flops_per_token(model, keys)
-        return AbstractProgram(name, compile, dict(mesh.shape), held, tokens, flops, trips, **least)
+    def described(name: str, compile: Any, tokens: int, flops: int, trips: tuple[int, ...], **least: int) -> Any:
+        return AbstractProgram(name, compile, dict(mesh.shape), held, tokens, tokens * flops, trips, **least)
 
     commits = rows // shares * -(-width // min(CHUNK, width))
     return [
-        # Prompts are not unembedded: only their keys and values are wanted.
-        described("prefill", compile_admit, admission * prompt_length, prompt_length, ()),
         described(
-            "decode forward", compile_loop, query, buffer_length + width, (1, commits), least_bytes=sum(held.values())
+            "prefill", compile_admit, admission * prompt_length, encoding_flops_per_token(model, prompt_length), ()
+        ),
+        described(
+            "decode forward",
+            compile_loop,
+            query,
+            forward_flops_per_token(model, buffer_length + width),
+            (1, commits),
+            least_bytes=sum(held.values()),
         ),
     ]

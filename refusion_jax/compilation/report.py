@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from refusion_jax.compilation.cost import Cost, program_cost
+from refusion_jax.compilation.kernels import attention_kernel
 from refusion_jax.compilation.programs import AbstractProgram
 from refusion_jax.compilation.topologies import Topology
 
@@ -30,6 +31,7 @@ class Report:
       program: what was compiled. topology: for what. seconds: how long compiling took.
       memory: bytes per chip by kind; where the program is too large, "needed" alone.
       cost: per chip and run; None where the program is too large.
+      attention: what computes it, one of `model.attention`; None where the program is too large.
     """
 
     program: AbstractProgram
@@ -37,6 +39,7 @@ class Report:
     seconds: float
     memory: dict[str, int]
     cost: Cost | None
+    attention: str | None = None
 
     @property
     def hbm_bytes(self) -> int:
@@ -65,8 +68,9 @@ def compile_program(program: AbstractProgram, topology: Topology) -> Report:
             raise
         return Report(program, topology, time.perf_counter() - start, {"needed": needed}, None)
     seconds = time.perf_counter() - start
-    cost = program_cost(compiled.as_text(), program.dynamic_trips)
-    return Report(program, topology, seconds, _memory(program, compiled.memory_analysis()), cost)
+    text, memory = compiled.as_text(), _memory(program, compiled.memory_analysis())
+    cost = program_cost(text, program.dynamic_trips)
+    return Report(program, topology, seconds, memory, cost, attention_kernel(text))
 
 
 def needed_bytes(message: str) -> int | None:
@@ -78,7 +82,9 @@ def needed_bytes(message: str) -> int | None:
 
 
 def _memory(program: AbstractProgram, found: Any) -> dict[str, int]:
-    held = {**program.held, "other arguments": found.argument_size_in_bytes - sum(program.held.values())}
+    # What a program does not read, as a prefill the output embedding, is no argument of it but stays where it is.
+    others = max(0, found.argument_size_in_bytes - sum(program.held.values()))
+    held = {**program.held, "other arguments": others}
     return held | {
         "results": found.output_size_in_bytes - found.alias_size_in_bytes,
         "gradients, activations, temporaries": found.temp_size_in_bytes,
@@ -125,6 +131,7 @@ def describe(report: Report) -> list[str]:
     found, cost = bounds(report), report.cost
     compute, memory = found["compute_seconds"], found["memory_seconds"]
     lines += [
+        f"  {'attention':<36}{report.attention:>10}",
         f"  {'FLOPs of each chip':<36}{cost.flops:10.3e}, {found['flops_ratio']:.3f} times the model's",
         f"  {'bytes of each chip':<36}{cost.bytes:10.3e}, {found['intensity']:.0f} FLOPs per byte"
         + _times(found, "bytes_ratio", "parameters and KV buffer"),
@@ -178,6 +185,7 @@ def _figures(report: Report) -> dict[str, Any]:
         "bytes_per_chip": None if cost is None else cost.bytes,
         "collective_bytes_per_chip": None if cost is None else dict(sorted(cost.collectives.items())),
         "tokens_per_step": report.program.tokens,
+        "attention": report.attention,
         **{name: round(found[name], 6) if name in found else None for name in names},
         "compile_seconds": round(report.seconds, 1),
     }

@@ -25,7 +25,8 @@ _ENVIRONMENT = {
     # A process that only compiles shares libtpu with any other: it holds no chip.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_NAME = re.compile(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)")
+_NAME = re.compile(r"(?:([0-9]+)\*)?([a-z0-9]+):([0-9]+(?:x[0-9]+)*)")
+_MOST_SLICES = 256  # whose descriptions are made in seconds
 _HOST = (2, 2, 1)  # chips of a host, of which a slice has whole ones
 
 
@@ -95,7 +96,9 @@ def read_topology(name: str) -> Topology:
     fits = len(shape) == len(largest) and all(
         0 < size <= most and size % whole == 0 for size, most, whole in zip(shape, largest, _HOST, strict=False)
     )
-    if not fits or not slices:
+    if not 0 < slices <= _MOST_SLICES:
+        raise ConfigError(f"--compile_for is {name!r}, of {slices} slices; give between 1 and {_MOST_SLICES}.")
+    if not fits:
         sizes = "x".join(map(str, largest))
         raise ConfigError(
             f"--compile_for is {name!r}, but a slice of {family} has {len(largest)} axes of up to {sizes} chips, of "

@@ -142,11 +142,16 @@ def _leaves(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def _to_int8(values: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Int8 numbers, and the float32 scales without `axis`; what is all zeros has the scale 0."""
+    """Int8 numbers, and the float32 scales without `axis`; what is all zeros has the scale 0.
+
+    An int8 is always a number, and a maximum may pass NaN over: what is not finite makes its scale NaN.
+    """
     values = values.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(values), axis=axis, keepdims=True) / _LARGEST
-    numbers = jnp.round(values / jnp.where(scales == 0, 1, scales))
-    return jnp.clip(numbers, -_LARGEST, _LARGEST).astype(jnp.int8), jnp.squeeze(scales, axis)
+    finite = jnp.all(jnp.isfinite(values), axis=axis, keepdims=True)
+    scales = jnp.where(finite, jnp.max(jnp.abs(values), axis=axis, keepdims=True) / _LARGEST, jnp.nan)
+    numbers = jnp.round(values / jnp.where(finite & (scales != 0), scales, 1))
+    numbers = jnp.where(finite, jnp.clip(numbers, -_LARGEST, _LARGEST), 0)
+    return numbers.astype(jnp.int8), jnp.squeeze(scales, axis)
 
 
 @functools.cache

@@ -32,11 +32,15 @@ def flops_per_token(model: ModelConfig, row_length: int) -> int:
 
 
 def forward_flops_per_token(model: ModelConfig, keys: int) -> int:
-    """FLOPs of a forward per token: 2 for each parameter of a matrix product, the output embedding's included, and
+    """FLOPs of a forward per token: of all layers, and 2 for each number of the output embedding."""
+    return encoding_flops_per_token(model, keys) + 2 * model.hidden_size * model.vocab_size
+
+
+def encoding_flops_per_token(model: ModelConfig, keys: int) -> int:
+    """FLOPs of all layers per token: 2 for each parameter of a matrix product, and
     `4 * layers * heads * head_dim * keys` for attention to so many keys, all of which it computes, seen or not.
     """
     query_width, kv_width = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     attention = 2 * model.hidden_size * (query_width + kv_width)
     mlp = 3 * model.hidden_size * model.intermediate_size
-    parameters = model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
-    return 2 * parameters + 4 * model.num_hidden_layers * query_width * keys
+    return 2 * model.num_hidden_layers * (attention + mlp) + 4 * model.num_hidden_layers * query_width * keys

@@ -3,6 +3,7 @@
 import pytest
 
 from refusion_jax.compilation.cost import program_cost
+from refusion_jax.compilation.kernels import attention_kernel
 
 # As the TPU compiler writes them: two heads of keys, four query heads each, 1,024 tokens in two blocks, heads of 128.
 SPLASH = """HloModule jit_loss, is_scheduled=true
@@ -32,6 +33,11 @@ ENTRY %main (l: s32[1], n: s32[2], q: bf16[2,8,64,128], k: bf16[2,8,16,128]) -> 
   ROOT %buffer_attention.4 = bf16[2,8,64,128]{3,2,1,0} custom-call(%l, %n, %q, %k, %k, /*index=5*/%b, %c, %c), TARGET
 }
 """.replace("TARGET", 'custom_call_target="tpu_custom_call"')
+
+
+def test_what_computes_attention_is_told():
+    programs = SPLASH.replace("KIND", "fwd"), BUFFER, "ENTRY %main (a: f32[2]) -> f32[2] {\n}"
+    assert [attention_kernel(program) for program in programs] == ["splash", "pallas", "xla"]
 
 
 @pytest.mark.parametrize(("kind", "products"), [("fwd", 2), ("dq", 3), ("dkv", 4)])

@@ -31,7 +31,7 @@ def program(compiled=None, held=HELD, data=1, fsdp=4):
 
 def report(bytes=819 * 10**7, **settings):
     cost = Cost(2 * 197 * 10**10, bytes, collections.Counter({"all-gather": 300}))
-    return Report(program(**settings), TOPOLOGY, 2.0, {**settings.get("held", HELD), "program": 50}, cost)
+    return Report(program(**settings), TOPOLOGY, 2.0, {**settings.get("held", HELD), "program": 50}, cost, "splash")
 
 
 def test_bounds_follow_the_slower_of_arithmetic_and_memory():
@@ -72,7 +72,16 @@ def test_what_moves_is_compared_with_what_has_to():
 
 def test_the_lines_name_kinds_of_memory_and_the_peaks_used():
     text = "\n".join(describe(report()))
-    for part in ("parameters", "optimizer", "all-gather", "fits", "2.000 times the model's", "197 TFLOP/s", "819 GB/s"):
+    for part in (
+        "parameters",
+        "optimizer",
+        "splash",
+        "all-gather",
+        "fits",
+        "2.000 times the model's",
+        "197 TFLOP/s",
+        "819 GB/s",
+    ):
         assert part in text
 
 

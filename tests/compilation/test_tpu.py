@@ -113,7 +113,8 @@ def test_decoding_compiles(name, rows, algorithm, sizes):
     assert prefill.fits and forward.fits
     assert forward.used == math.prod(sizes)
     assert forward.cost.flops * forward.used == pytest.approx(forward.program.model_flops, rel=0.05)
-    assert prefill.cost.flops * prefill.used < prefill.program.model_flops
+    assert prefill.cost.flops * prefill.used == pytest.approx(prefill.program.model_flops, rel=0.1)
+    assert prefill.memory["other arguments"] >= 0
     assert re.search(r"buffer_attention[\w.]* = .*custom-call\(", compiled[1].as_text())
     # Sums over the layers' halves are as large as activations; rows are gathered nowhere.
     activations = 2 * forward.program.tokens * model.hidden_size * (2 * model.num_hidden_layers + 2)

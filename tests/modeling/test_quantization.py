@@ -166,3 +166,16 @@ def test_scales_are_split_as_their_outputs_are(config):
     assert of_vocabulary == NamedSharding(mesh, PartitionSpec("tensor"))
     made = quantize(jax.tree.map(jax.device_put, random_params(config), wanted))
     jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)), made, shardings)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_seen(value):
+    """An int8 cannot be NaN, and a maximum may pass it over: a damaged weight would look healthy."""
+    heads = np.ones((3, 4), np.float32)
+    heads[1, 2] = value
+    found = quantize_heads(jnp.asarray(heads))
+    np.testing.assert_array_equal(np.isnan(found.scales), [False, True, False])
+    params = random_params(CONFIG)
+    params["lm_head"]["kernel"] = params["lm_head"]["kernel"].at[5, 7].set(value)
+    scale = quantize(params)["lm_head"]["scale"]
+    assert np.flatnonzero(np.isnan(scale)).tolist() == [7]
