@@ -269,7 +269,8 @@ def sum_over_batch(parts: jax.Array, *axes: str | None) -> jax.Array:
         padded = jnp.pad(part[0], spare)
         share = jax.lax.psum_scatter(padded, "fsdp", scatter_dimension=scattered, tiled=True)
         cut = tuple(slice(None) if axis == scattered else slice(size) for axis, size in enumerate(shape))
-        return jax.lax.psum(share[cut], "data")
+        # Where parts of a batch are added up in a loop, the TPU's compiler fails when it moves the sum out of the loop.
+        return jax.lax.optimization_barrier(jax.lax.psum(share[cut], "data"))
 
     return jax.shard_map(
         of_device, in_specs=PartitionSpec(ROW_AXES, *(None if to == "fsdp" else to for to in kept)), out_specs=kept

@@ -198,9 +198,9 @@ def decode_programs(model: ModelConfig, shape: DecodeShape, mesh: Mesh, free: in
     def put(leaf: Any, sharding: NamedSharding = where) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    config, module, token = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32)
+    config, module, token, key = shape.config, Transformer(model), jnp.zeros((1, 1), jnp.int32), jax.random.key(0)
     with jax.set_mesh(mesh):  # which says what platform it is
-        boxed = jax.eval_shape(module.init, jax.random.key(0), token, token)["params"]
+        boxed = jax.eval_shape(module.init, key, token, token)["params"]
     params, shardings = nn.unbox(boxed), tree_shardings(boxed, mesh)
     if shape.quantize:
         params, shardings = jax.eval_shape(quantize, params), quantized_shardings(params, shardings)
