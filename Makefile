@@ -29,7 +29,7 @@ test-parity: $(VENV)/installed-parity
 
 # With the compiler of real TPUs, of which there need be none.
 test-tpu-compile: $(TPU_VENV)/installed
-	$(TPU_VENV)/bin/python -m pytest -m "tpu_compile and not slow"
+	$(TPU_VENV)/bin/python -m pytest -n auto -m "tpu_compile and not slow"
 
 # Every preset at its full depth: an hour or two.
 compile-all: $(TPU_VENV)/installed
