@@ -252,7 +252,7 @@ def sum_over_batch(parts: jax.Array, *axes: str | None) -> jax.Array:
     Every device is sent the share that it keeps alone. Left to itself the partitioner lets each have the whole sum.
     """
     spec = [axis and nn.logical_to_mesh_axes((axis,), RULES)[0] for axis in axes]
-    if parts.shape[0] == 1 or "fsdp" not in spec:
+    if parts.shape[0] == 1 or "fsdp" not in spec or jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
         return constrain(jnp.sum(parts, axis=0), *axes)
     kept = PartitionSpec(
         *(
