@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulated_devices import results_of_script
 
 from refusion_jax.config import (
     CheckpointConfig,
@@ -48,7 +47,7 @@ from refusion_jax.training.optimizer import make_optimizer
 from refusion_jax.training.state import init_state
 from refusion_jax.training.step import make_train_step
 
-STEPS, DEVICES = 20, 8
+STEPS = 20
 MESHES = {"1x1x1": (1, 1, 1), "2x2x2": (2, 2, 2), "1x8x1": (1, 8, 1), "8x1x1": (8, 1, 1), "1x2x4": (1, 2, 4)}
 QUICK, SLOW = ("1x1x1", "2x2x2"), ("1x8x1", "8x1x1", "1x2x4", "2x1x2 in parts")
 MESHES["2x1x2 in parts"] = (2, 1, 2)  # where a step computes each batch in two parts, with a chunked loss
@@ -159,17 +158,8 @@ def results_of(tmp_path_factory):
 
     @functools.cache
     def run(names):
-        workdir = tmp_path_factory.mktemp("multi_device")
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        }
-        command = [sys.executable, __file__, str(workdir), *names]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads((workdir / "results.json").read_text())
+        path = tmp_path_factory.mktemp("multi_device") / "results.json"
+        return results_of_script(__file__, path, names, timeout=300)
 
     return lambda name: run(QUICK if name in QUICK else SLOW)[name]
 
@@ -368,8 +358,9 @@ def test_every_axis_has_one_rule():
     assert len(set(names)) == len(names)
 
 
-def main(root, names):
+def main(path, names):
     """Trains on each mesh; the first also saves, and the others restore that before they train."""
+    root = path.parent
     parts = {"accumulate_steps": 2, "loss_chunk": 16}
     runs = {name: Run(*MESHES[name], **(parts if "parts" in name else {})) for name in names}
     with ThreadPoolExecutor() as pool:
@@ -382,7 +373,7 @@ def main(root, names):
             checkpoints = Checkpoints(root, CheckpointConfig(), About({"model": to_dict(MODEL)}, "", {}))
             checkpoints.save(run.state)
             checkpoints.close()
-    (root / "results.json").write_text(json.dumps(results))
+    path.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

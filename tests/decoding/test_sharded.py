@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulated_devices import results_of_script
 
 import refusion_jax as rf
 from refusion_jax.compilation.programs import DecodeShape, decode_programs
@@ -29,7 +28,6 @@ from refusion_jax.modeling.buffer_attention import BufferedRows
 from refusion_jax.modeling.quantization import quantize
 from refusion_jax.sharding import decoding_mesh, make_mesh, tree_shardings
 
-DEVICES = 8
 MESHES = {"1x1x2": (1, 1, 2), "2x1x1": (2, 1, 1), "2x1x2": (2, 1, 2), "4x1x2": (4, 1, 2), "1x2x2": (1, 2, 2)}
 QUICK = ("4x1x2",)
 SLOW = ("1x1x2", "2x1x1", "2x1x2", "1x2x2", "2x1x2 in int8", "1x2x2 in int8", "kernel")
@@ -111,16 +109,7 @@ def results_of(tmp_path_factory):
     @functools.cache
     def run(names):
         path = tmp_path_factory.mktemp("sharded") / "results.json"
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        command = [sys.executable, __file__, str(path), *names]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return json.loads(path.read_text())
+        return results_of_script(__file__, path, names, timeout=600)
 
     return lambda name: run(QUICK if name in QUICK else SLOW)[name]
 
