@@ -353,7 +353,7 @@ def _rows(model: Model, batch_size: int | str, prompt_length: int, response_leng
 
 
 def _needed_rows(model: Model, responses: int) -> int:
-    return bucket(responses, 1 if model.mesh is None else row_shares(model.mesh))
+    return bucket(responses, row_shares(model.mesh))
 
 
 def generate(

@@ -125,8 +125,8 @@ def check_mesh(mesh: Any, model: ModelConfig, rows: int, parts: int = 1) -> None
 
 
 def row_shares(mesh: Any) -> int:
-    """How many devices of a mesh the rows of a batch are split over."""
-    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    """How many devices of a mesh the rows of a batch are split over; 1 without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
 
 
 def check_rows(mesh: Any, rows: int, name: str) -> None:
@@ -241,8 +241,7 @@ def constrain(array: jax.Array, *axes: str | None) -> jax.Array:
 
 def batch_shards(positions: int) -> int:
     """Over how many devices the mesh in use splits the positions of a batch; 1 where they do not divide."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
+    shards = row_shares(jax.sharding.get_abstract_mesh())
     return shards if positions % shards == 0 else 1
 
 

@@ -126,7 +126,7 @@ def train_program(config: Config, devices: Any) -> AbstractProgram:
         with jax.set_mesh(mesh):
             return step.lower(state, batch, array(sharding=everywhere)).compile()
 
-    positions = train.batch_size // train.accumulate_steps * length // (mesh.shape["data"] * mesh.shape["fsdp"])
+    positions = train.batch_size // train.accumulate_steps * length // row_shares(mesh)
     tokens = train.batch_size * length
     held = {"parameters": chip_bytes((state.params, state.base)), "optimizer": chip_bytes(state.opt_state)}
     return AbstractProgram(

@@ -104,8 +104,10 @@ def bounds(report: Report) -> dict[str, float]:
     chip, cost, chips = report.topology.chip, report.cost, report.used
     compute, memory = cost.flops / chip.flops, cost.bytes / chip.bandwidth
     seconds, program = max(compute, memory), report.program
-    found = {"bytes_ratio": (cost.bytes, program.least_bytes)}
-    found |= {"collectives_ratio": (sum(cost.collectives.values()), program.least_collectives)}
+    found = {
+        "bytes_ratio": (cost.bytes, program.least_bytes),
+        "collectives_ratio": (sum(cost.collectives.values()), program.least_collectives),
+    }
     return {name: moved / least for name, (moved, least) in found.items() if least} | {
         "compute_seconds": compute,
         "memory_seconds": memory,

@@ -210,11 +210,10 @@ class Stream:
         statistics: Statistics | None = None,
         mesh: Mesh | None = None,
     ):
-        self._mesh, self._shares = mesh, 1
+        self._mesh, self._shares = mesh, row_shares(mesh)
         if mesh is not None:
             check_rows(mesh, rows, "rows")
             check_widths(mesh, module.config)
-            self._shares = row_shares(mesh)
         self.statistics = Statistics() if statistics is None else statistics
         self._measured = statistics is not None
         self._params, self._model = params, module.config
@@ -544,8 +543,7 @@ def decode_jobs(
     """
     yield from (unstarted(job) for job in jobs if not job.layout.response_length)
     pending = [job for job in jobs if job.layout.response_length]
-    mesh = options.get("mesh")
-    rows = min(batch_size, bucket(len(pending), 1 if mesh is None else row_shares(mesh)))
+    rows = min(batch_size, bucket(len(pending), row_shares(options.get("mesh"))))
     for group in group_by_length([job.layout.response_length for job in pending], rows):
         members = [pending[index] for index in group]
         stream = Stream(

@@ -63,8 +63,8 @@ def fitting_rows(
       mesh: of the devices; by default it is one.
     """
     free = free_bytes(mesh) if free is None else free
-    tensor, shares = (1, 1) if mesh is None else (mesh.shape["tensor"], row_shares(mesh))
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
     rows = 1
     while rows < MOST_ROWS and 2 * rows * row_bytes(config, buffer_length, width, tensor) <= SHARE * free:
         rows *= 2
-    return rows * shares
+    return rows * row_shares(mesh)
