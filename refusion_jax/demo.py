@@ -20,7 +20,7 @@ from refusion_jax import command_line
 from refusion_jax.api import Model, generate, load
 from refusion_jax.config import ConfigError, DecodeConfig
 from refusion_jax.data import Example
-from refusion_jax.data.synthetic import TASKS, held_out_examples, task_of
+from refusion_jax.data.synthetic import held_out_examples, task_of
 from refusion_jax.decoding import Generation
 from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
@@ -56,7 +56,7 @@ def main(args: flags.FlagValues) -> None:
     if run.data.source != "synthetic":
         raise ConfigError(f"{run_directory} was trained on {run.data.source!r} data; the demo's tasks are 'synthetic'.")
     model = load(run_directory)
-    examples = held_out_examples(run.train.seed, args.prompts)
+    examples = held_out_examples(run.train.seed, args.prompts, run.data.synthetic_tasks)
     paper = dataclasses.replace(run.decode, algorithm="paper", redraft=False)
     ours = dataclasses.replace(run.decode, algorithm="self_correcting")
     print(f"\nDecoding {len(examples)} prompts that training never saw, slots of {ours.slot_size} tokens:")
@@ -77,11 +77,11 @@ def evaluate(
     result = generate(model, [example.prompt for example in examples], config, batch_size=batch_size)
     seconds = time.perf_counter() - start
     assert model.tokenizer is not None  # every run has one
-    right: dict[str, list[bool]] = {task: [] for task in TASKS}
+    right: dict[str, list[bool]] = {}
     for example, tokens in zip(examples, result.tokens, strict=True):
         gold = [*model.tokenizer.encode(example.response), model.tokenizer.eos_token_id]
-        right[task_of(example.prompt)].append(tokens == gold)
-    by_task = {task: sum(answers) / len(answers) for task, answers in right.items() if answers}
+        right.setdefault(task_of(example.prompt), []).append(tokens == gold)
+    by_task = {task: sum(answers) / len(answers) for task, answers in right.items()}
     exact_match = sum(sum(answers) for answers in right.values()) / len(examples)
     return result, Score(exact_match, sum(map(len, result.tokens)) / sum(result.forwards), by_task, seconds)
 

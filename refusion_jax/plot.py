@@ -18,7 +18,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string("workdir", None, "Run directory.", flag_values=FLAGS)
 flags.DEFINE_string("output", None, "Picture to write; its ending says the format.", flag_values=FLAGS)
 
-_LABELS = {"loss": "total", "ar_loss": "AR, clean slots", "mdm_loss": "MDM, masked slots"}
+_LABELS = {"loss": "total", "ar_loss": "AR, next tokens", "mdm_loss": "MDM, masked tokens"}
 
 
 def main(args: flags.FlagValues) -> None:
@@ -42,6 +42,8 @@ def draw_losses(records: list[dict[str, Any]], output: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for name, label in _LABELS.items():
+        if name not in records[0]:
+            continue
         (line,) = axes.plot([r["step"] for r in records], [r[name] for r in records], label=label, linewidth=1)
         held_out = [record for record in records if f"eval_{name}" in record]
         steps, losses = [r["step"] for r in held_out], [r[f"eval_{name}"] for r in held_out]

@@ -77,6 +77,7 @@ class TrainingView(flax.struct.PyTreeNode):
       targets: int32, NO_TARGET where there is none.
       is_masked: bool.
       mdm_weights: float32, `1 / p / response_length` at masked positions, else 0.
+      is_slot_start: bool, the first token of a slot.
       visibility: causal in buffer order within each segment.
     """
 
@@ -85,19 +86,34 @@ class TrainingView(flax.struct.PyTreeNode):
     targets: jax.Array
     is_masked: jax.Array
     mdm_weights: jax.Array
+    is_slot_start: jax.Array
     visibility: Visibility
 
 
-def _of_segment(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def of_segment(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Spreads (rows, segments) values over the tokens (rows, length) of each segment; padding reads the first."""
     return jnp.take_along_axis(values, jnp.maximum(segment_ids - 1, 0), axis=1)
 
 
-def _slot_index(batch: Batch, slot_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per token: is it in a response, and its slot's number there (prompt tokens: 0)."""
-    offset = batch.position_ids - _of_segment(batch.prompt_lengths, batch.segment_ids)
+class Places(flax.struct.PyTreeNode):
+    """Where tokens stand in their response; arrays are (rows, length), 0 or False outside responses.
+
+    Attributes:
+      in_response: bool.
+      slot: int32, the number of the token's slot. is_slot_start: bool, whether it is the slot's first token.
+    """
+
+    in_response: jax.Array
+    slot: jax.Array
+    is_slot_start: jax.Array
+
+
+def places(batch: Batch, slot_sizes: jax.Array) -> Places:
+    """Cuts the responses of a batch into slots of the sizes (rows, segments) int32."""
+    offset = batch.position_ids - of_segment(batch.prompt_lengths, batch.segment_ids)
     in_response = (offset >= 0) & (batch.segment_ids > 0)
-    return in_response, jnp.where(in_response, offset // _of_segment(slot_sizes, batch.segment_ids), 0)
+    size = of_segment(slot_sizes, batch.segment_ids)
+    return Places(in_response, jnp.where(in_response, offset // size, 0), in_response & (offset % size == 0))
 
 
 def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
@@ -126,7 +142,7 @@ def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
         return size, p, jax.random.key_data(mask_key), jax.random.key_data(order_key)
 
     sizes, p, mask_keys, order_keys = jax.vmap(jax.vmap(example_draws))(batch.epochs, batch.example_ids)
-    _, slot = _slot_index(batch, sizes)
+    slot = places(batch, sizes).slot
 
     def slot_uniforms(keys: jax.Array) -> jax.Array:
         segment = jnp.maximum(batch.segment_ids - 1, 0)
@@ -136,7 +152,10 @@ def draw(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
         )
         return fold(per_token, slot)
 
-    return Draws(sizes, p, slot_uniforms(mask_keys), slot_uniforms(order_keys))
+    order = slot_uniforms(order_keys)
+    if config.clean_order == "left_to_right":
+        order = jnp.zeros_like(order)
+    return Draws(sizes, p, slot_uniforms(mask_keys), order)
 
 
 def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
@@ -149,8 +168,9 @@ def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingVie
       draws: from `draw`, or recorded ones.
       mask_token_id: what masked tokens are replaced by.
     """
-    in_response, slot = _slot_index(batch, draws.slot_sizes)
-    p = _of_segment(draws.mask_probabilities, batch.segment_ids)
+    at = places(batch, draws.slot_sizes)
+    in_response, slot = at.in_response, at.slot
+    p = of_segment(draws.mask_probabilities, batch.segment_ids)
     is_masked = in_response & (draws.mask_uniforms < p)
     kind = jnp.where(is_masked, _MASKED, jnp.where(in_response, _CLEAN, _PROMPT))
 
@@ -159,7 +179,7 @@ def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingVie
     next_token = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
     clean_target = jnp.where((kind == _CLEAN) & has_next, next_token, NO_TARGET)
     targets = jnp.where(is_masked, batch.tokens, clean_target)
-    lengths = _of_segment(batch.response_lengths, batch.segment_ids)
+    lengths = of_segment(batch.response_lengths, batch.segment_ids)
     mdm_weights = jnp.where(is_masked, 1 / (p * jnp.maximum(lengths, 1)), 0.0)
 
     last = jnp.iinfo(jnp.int32).max
@@ -178,6 +198,7 @@ def training_view(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingVie
         targets=reorder(targets),
         is_masked=reorder(is_masked),
         mdm_weights=reorder(mdm_weights),
+        is_slot_start=reorder(at.is_slot_start),
         visibility=Visibility(
             segment=reorder(batch.segment_ids),
             order=index.astype(jnp.int32),

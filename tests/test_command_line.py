@@ -71,12 +71,15 @@ def candidates(value):
             *config.REMAT_POLICIES,
             *config.ROPE_TYPES,
             *config.SOURCES,
+            *config.SYNTHETIC_TASKS,
             *config.FORMATS,
             *config.TEMPLATES,
             *config.TURNS,
             *config.OPTIMIZERS,
             *config.SCHEDULES,
             *config.MASKING_SCHEDULES,
+            *config.OBJECTIVES,
+            *config.CLEAN_ORDERS,
             *config.MORE_IS_BETTER,
         )
         return [(text, text) for text in (*choices, *config.TOKENIZER_TYPES, "dir/other.model") if text != value]

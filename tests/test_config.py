@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -54,6 +55,16 @@ REFUSED = [
     (DataConfig, {"source": "arrayrecord"}, "data.train_files is empty; data.source 'arrayrecord'"),
     (DataConfig, {"format": "message"}, "data.format is 'message'.* Did you mean 'messages'?"),
     (DataConfig, {"format": "text"}, "data.source 'synthetic' makes pairs"),
+    (DataConfig, {"synthetic_tasks": ""}, "data.synthetic_tasks is ''; give one or more of the letters RSQA46"),
+    (DataConfig, {"synthetic_tasks": "RX"}, "data.synthetic_tasks is 'RX'; give one or more"),
+    (DataConfig, {"synthetic_tasks": "RSR"}, "data.synthetic_tasks is 'RSR'.* each once."),
+    (DataConfig, {"pad_responses": -1}, "data.pad_responses is -1"),
+    (DataConfig, {"pad_responses": 128}, r"data.pad_responses is 128.* data.max_length \(128\): lower it."),
+    (
+        DataConfig,
+        {"source": "json", "train_files": ("a",), "format": "text", "pad_responses": 8},
+        "data.pad_responses is 8, but data.format 'text' has documents",
+    ),
     (DataConfig, {"turns": "first"}, "data.turns is 'first', not one of last, all"),
     (DataConfig, {"template": "chat"}, "data.template is 'chat', not one of auto, prompt, whole"),
     (DataConfig, {"text_field": ""}, "data.text_field is empty"),
@@ -280,3 +291,41 @@ def test_nearest_names_one_or_lists_all():
 def test_configs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().train.steps = 5
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"objective": "lada"}}, "train.objective is 'lada', not one of hybrid, autoregressive, llada"),
+        ({"slots": {"clean_order": "sorted"}}, "slots.clean_order is 'sorted', not one of shuffled, left_to_right"),
+        (
+            {"train": {"objective": "autoregressive"}, "slots": {"ar_weight": 0.0}},
+            "slots.ar_weight is 0, but train.objective 'autoregressive' has no other loss; make it positive.",
+        ),
+        (
+            {"train": {"objective": "dream"}, "slots": {"mdm_weight": 0.0}},
+            "slots.mdm_weight is 0, but train.objective 'dream' has no other loss; make it positive.",
+        ),
+        (
+            {
+                "train": {"objective": "llada", "eval_every": 10},
+                "checkpoint": {"keep_best": 1, "best_metric": "eval_ar_loss"},
+            },
+            "checkpoint.best_metric is 'eval_ar_loss', which train.objective 'llada' does not have; use "
+            "'eval_nats_per_token'.",
+        ),
+        (
+            {"train": {"objective": "block_diffusion"}, "slots": {"sizes": [4, 24]}},
+            "decode.gen_length is 64, which blocks of 24, the longest of slots.sizes, do not divide; change one, or",
+        ),
+    ],
+)
+def test_objectives_that_cannot_be_trained_so(sections, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_dict(Config, sections)
+
+
+def test_a_metric_that_an_objective_has_chooses_checkpoints():
+    for objective, metric in (("llada", "eval_mdm_bound"), ("autoregressive", "eval_ar_loss")):
+        checkpoint = {"keep_best": 1, "best_metric": metric}
+        from_dict(Config, {"train": {"objective": objective, "eval_every": 10}, "checkpoint": checkpoint})

@@ -42,6 +42,7 @@ def make_view(seed=0, clean=True, masked=True):
         targets=jnp.asarray(np.where(has_target, rng.integers(0, VOCAB, (ROWS, LENGTH)), NO_TARGET), jnp.int32),
         is_masked=jnp.asarray(is_masked),
         mdm_weights=jnp.asarray(np.where(is_masked, rng.uniform(0.1, 3, (ROWS, LENGTH)), 0), jnp.float32),
+        is_slot_start=jnp.zeros((ROWS, LENGTH), jnp.bool_),
         visibility=Visibility.causal(ROWS, LENGTH),
     )
 

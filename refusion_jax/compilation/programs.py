@@ -33,7 +33,7 @@ from refusion_jax.sharding import (
     tree_shardings,
 )
 from refusion_jax.slots import Batch
-from refusion_jax.training.flops import encoding_flops_per_token, flops_per_token, forward_flops_per_token
+from refusion_jax.training.flops import encoding_flops_per_token, forward_flops_per_token, training_flops_per_token
 from refusion_jax.training.optimizer import make_optimizer
 from refusion_jax.training.run_directory import read_run_config
 from refusion_jax.training.state import abstract_state
@@ -135,7 +135,7 @@ def train_program(config: Config, devices: Any) -> AbstractProgram:
         mesh=dict(mesh.shape),
         held=held,
         tokens=tokens,
-        model_flops=tokens * flops_per_token(config.model, length),
+        model_flops=tokens * training_flops_per_token(config),
         dynamic_trips=(-(-positions // train.loss_chunk),) if train.loss_chunk else (),
         least_collectives=train.accumulate_steps * _fsdp_bytes(state, mesh, config.model),
     )

@@ -81,8 +81,13 @@ def load_dataset(config: DataConfig, *, seed: int, tokenizer: Tokenizer | None =
 def _fingerprint(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
     parts = {field: getattr(config, field) for field in _TOKEN_FIELDS}
     parts |= {"version": _TOKENS_VERSION, "tokenizer": tokenizer.fingerprint}
+    # Settings that came later count when they are used: runs from before them go on.
+    if config.pad_responses:
+        parts["pad_responses"] = config.pad_responses
     if config.source == "synthetic":
         parts |= {"seed": seed, "synthetic_examples": config.synthetic_examples}
+        if config.synthetic_tasks != DataConfig.synthetic_tasks:
+            parts["synthetic_tasks"] = config.synthetic_tasks
     else:
         for field in ("train_files", "eval_files"):
             parts[field] = [fingerprint_entry(config.source, entry) for entry in getattr(config, field)]

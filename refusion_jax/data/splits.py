@@ -64,7 +64,7 @@ class Corpus:
         """
         config = self._config
         if config.source == "synthetic":
-            made = synthetic.train_examples(self._seed, config.synthetic_examples)
+            made = synthetic.train_examples(self._seed, config.synthetic_examples, config.synthetic_tasks)
             yield self._pairs(made), [], ReadCounts()
             return
         total = ReadCounts()
@@ -83,10 +83,12 @@ class Corpus:
 
     def held_out(self) -> Iterator[tuple[list[Example], ReadCounts]]:
         """Yields the examples of each of `eval_files`, or the synthetic ones."""
-        if self._config.source == "synthetic":
-            yield self._pairs(synthetic.held_out_examples(self._seed, self._config.eval_examples)), ReadCounts()
+        config = self._config
+        if config.source == "synthetic":
+            made = synthetic.held_out_examples(self._seed, config.eval_examples, config.synthetic_tasks)
+            yield self._pairs(made), ReadCounts()
             return
-        for entry in self._config.eval_files:
+        for entry in config.eval_files:
             yield self._read(entry)
 
     def _pairs(self, made: list[Example]) -> list[Example]:
@@ -145,7 +147,11 @@ class _Collected:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
         self._tokenize = functools.partial(
-            tokenize_some, tokenizer=tokenizer, max_length=config.max_length, documents=config.format == "text"
+            tokenize_some,
+            tokenizer=tokenizer,
+            max_length=config.max_length,
+            documents=config.format == "text",
+            pad_responses=config.pad_responses,
         )
         self.parts: list[TokenizedExamples] = []
         self.texts: list[Example] = []

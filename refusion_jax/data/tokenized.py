@@ -21,7 +21,7 @@ class TokenizedExamples:
     """Tokenized examples one after another in one flat array.
 
     Attributes:
-      tokens: (total,) int32, for each example its prompt, its response and EOS.
+      tokens: (total,) int32, for each example its prompt, its response and EOS, once or repeated.
       offsets: (examples + 1,) int64; example `i` is `tokens[offsets[i]:offsets[i + 1]]`.
       prompt_lengths: (examples,) int32, how many of an example's tokens are its prompt; 0 in documents.
       source_ids: (examples,) int32, the index of its text in the list that was tokenized.
@@ -84,12 +84,17 @@ class TokenizeCounts:
 
 
 def tokenize(
-    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, documents: bool = False
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    max_length: int,
+    *,
+    documents: bool = False,
+    pad_responses: int = 0,
 ) -> tuple[TokenizedExamples, TokenizeCounts]:
     """Tokenizes examples; a response is its tokens and EOS. For rendered ones see `encode_whole`.
 
-    An example whose prompt, response and EOS together exceed `max_length` tokens is dropped, never cut; so is one whose
-    prompt or response has no tokens. Both are counted. No examples give an empty result.
+    An example whose prompt, response and all EOS together exceed `max_length` tokens is dropped, never cut; so is one
+    whose prompt or response has no tokens. Both are counted. No examples give an empty result.
 
     Args:
       examples: the texts.
@@ -97,11 +102,13 @@ def tokenize(
       max_length: most tokens of an example.
       documents: whether examples are documents: without a prompt, and cut into pieces of `max_length` tokens, each an
         example. Only the piece in which the document ends has EOS; a last piece of EOS alone is left out.
+      pad_responses: EOS is repeated until a response's length is a multiple of so many tokens; 0: one EOS. Not of
+        documents.
 
     Raises:
       DataError: when there were examples and every one was dropped; and see `encode_whole`.
     """
-    tokenized, counts = tokenize_some(examples, tokenizer, max_length, documents=documents)
+    tokenized, counts = tokenize_some(examples, tokenizer, max_length, documents=documents, pad_responses=pad_responses)
     require_some(counts, len(examples), max_length)
     return tokenized, counts
 
@@ -117,11 +124,11 @@ def require_some(counts: TokenizeCounts, examples: int, max_length: int) -> None
 
 
 def tokenize_some(
-    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, documents: bool
+    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, documents: bool, pad_responses: int
 ) -> tuple[TokenizedExamples, TokenizeCounts]:
     """Like `tokenize`, but no example may remain: of several files, one may have none of use."""
     chunks, counts = [_concatenated([])], TokenizeCounts()
-    encode = _encode_documents if documents else _encode_pairs
+    encode = _encode_documents if documents else functools.partial(_encode_pairs, pad_responses=pad_responses)
     for start in range(0, len(examples), _CHUNK):
         chunk, count = encode(examples[start : start + _CHUNK], tokenizer, max_length)
         chunks.append(dataclasses.replace(chunk, source_ids=chunk.source_ids + np.int32(start)))
@@ -146,18 +153,19 @@ def _concatenated(parts: Sequence[TokenizedExamples]) -> TokenizedExamples:
 
 
 def _encode_pairs(
-    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int
+    examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, pad_responses: int
 ) -> tuple[TokenizedExamples, TokenizeCounts]:
     rows = _encode_rows(examples, tokenizer)
     prompt_lengths = np.fromiter((len(prompt) for prompt, _ in rows), np.int32, len(rows))
     response_lengths = np.fromiter((len(response) for _, response in rows), np.int32, len(rows))
-    lengths = prompt_lengths + response_lengths
     empty = (prompt_lengths == 0) | (response_lengths == 1)  # EOS alone
+    repeated = -response_lengths % pad_responses if pad_responses else np.zeros_like(response_lengths)
+    lengths = prompt_lengths + response_lengths + repeated
     too_long = ~empty & (lengths > max_length)
     kept = np.flatnonzero(~empty & ~too_long)
     shortest = int(lengths[too_long].min(initial=np.iinfo(np.int32).max)) if too_long.any() else 0
     counts = TokenizeCounts(len(kept), int(too_long.sum()), int(empty.sum()), shortest)
-    flat = (token for i in kept for part in rows[i] for token in part)
+    flat = (token for i in kept for part in (*rows[i], repeated[i] * rows[i][1][-1:]) for token in part)
     return _from_lengths(flat, lengths[kept], prompt_lengths[kept], kept), counts
 
 

@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face's layout: read onto devices, fetched from the Hub, written for other programs."""
 
-from refusion_jax.huggingface.architectures import read_model_config
+from refusion_jax.huggingface.architectures import read_model_config, read_objective
 from refusion_jax.huggingface.errors import CheckpointError
 from refusion_jax.huggingface.export import export_checkpoint, parse_size
 from refusion_jax.huggingface.hub import local_directory
@@ -16,6 +16,7 @@ __all__ = [
     "local_directory",
     "parse_size",
     "read_model_config",
+    "read_objective",
     "read_params",
     "read_tokenizer",
 ]

@@ -1,11 +1,12 @@
 """Turns a run into a Hugging Face directory, and the other way round.
 
     python -m refusion_jax.huggingface export RUN DIR [--dtype=bfloat16] [--max-shard-size=5GB]
-    python -m refusion_jax.huggingface import DIR RUN [--dtype=bfloat16]
+    python -m refusion_jax.huggingface import DIR RUN [--dtype=bfloat16] [--objective=autoregressive]
 
 `export` writes what `transformers` loads: of the newest checkpoint of a run, with adapters merged in, or of anything
 else that `load` takes. `import` makes a run directory of a Hugging Face directory or a model of the Hub ("org/name"),
-which decodes and which train.init_from may name. Tensors keep their type unless --dtype says otherwise. The second
+which decodes and which train.init_from may name; --objective says what its weights were trained for where its
+config.json does not, as that of a plain Qwen3. Tensors keep their type unless --dtype says otherwise. The second
 directory appears when it is complete; one that holds something is refused.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from absl import flags
 
 from refusion_jax import api, command_line
-from refusion_jax.config import ConfigError
+from refusion_jax.config import OBJECTIVES, ConfigError
 from refusion_jax.huggingface.directories import check_new, new_directory, on_disk
 from refusion_jax.huggingface.export import export_checkpoint, parse_size
 from refusion_jax.processes import Interrupted, Signals
@@ -31,6 +32,13 @@ flags.DEFINE_string("command", None, "export or import; the first argument.", fl
 flags.DEFINE_string("source", None, "What is read; the second argument.", flag_values=FLAGS)
 flags.DEFINE_string("target", None, "Directory that is written; the third argument.", flag_values=FLAGS)
 flags.DEFINE_string("dtype", None, "float32, bfloat16 or float16; by default as stored.", flag_values=FLAGS)
+flags.DEFINE_enum(
+    "objective",
+    None,
+    list(OBJECTIVES),
+    "With import: what the weights were trained for; by default what config.json says, or else hybrid.",
+    flag_values=FLAGS,
+)
 flags.DEFINE_string("max-shard-size", "5GB", "Most bytes of tensors in a file of an export.", flag_values=FLAGS)
 
 
@@ -56,10 +64,14 @@ def _convert(args: flags.FlagValues) -> None:
         raise ConfigError(f"{target} lies inside {source}, which is read; name a directory elsewhere.")
     model = api.load(args.source, dtype=args.dtype)
     if args.command == "export":
-        export_checkpoint(model.params, model.config, target, model.tokenizer, max_shard_size=size)
+        if args.objective is not None:
+            raise ConfigError("--objective belongs to import; an export says what the run was trained for.")
+        objective = model.objective
+        export_checkpoint(model.params, model.config, target, model.tokenizer, max_shard_size=size, objective=objective)
     else:
         with new_directory(target) as temporary:
-            write_run(temporary, model.config, model.params, model.tokenizer)
+            objective = args.objective or model.objective
+            write_run(temporary, model.config, model.params, model.tokenizer, objective)
     print(f"Written to {target}.")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from refusion_jax.config import DTYPES, ConfigError, ModelConfig, from_dict
+from refusion_jax.config import DTYPES, OBJECTIVES, ConfigError, ModelConfig, from_dict, nearest
 from refusion_jax.huggingface.directories import file_inside, on_disk, read_object
 from refusion_jax.huggingface.errors import CheckpointError
 from refusion_jax.huggingface.fields import Fields
@@ -18,6 +18,7 @@ from refusion_jax.huggingface.safetensors_files import open_tensors
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 REFUSION_MASK_TOKEN_ID = 151_670
+OBJECTIVE_FIELD = "training_objective"  # ours: other programs leave it alone
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -95,6 +96,23 @@ def stated_mask_token_id(directory: Path) -> int | None:
     except CheckpointError:
         return None
     return token if token is not None and token >= 0 else None
+
+
+def read_objective(directory: Path) -> str:
+    """What a directory's weights were trained for, one of `config.OBJECTIVES`; "" where its `config.json` does not say.
+
+    LLaDA and Dream are architectures of their own; a ReFusion is a plain Qwen3 unless this package wrote it.
+
+    Raises:
+      CheckpointError: when the file is missing or malformed, or names an unknown objective.
+    """
+    fields = _read_fields(directory)
+    objective = fields.text(OBJECTIVE_FIELD, "")
+    if objective and objective not in OBJECTIVES:
+        raise CheckpointError(
+            f"{fields.where} has the {OBJECTIVE_FIELD} {objective!r}, which is none.{nearest(objective, OBJECTIVES)}"
+        )
+    return objective or {"llada": "llada", "Dream": "dream"}.get(fields.values["model_type"], "")
 
 
 def read_layout(directory: Path) -> Layout:

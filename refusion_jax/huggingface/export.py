@@ -13,7 +13,7 @@ import numpy as np
 
 from refusion_jax.config import DTYPES, ModelConfig
 from refusion_jax.files import replace_file, write_json
-from refusion_jax.huggingface.architectures import ATTENTION, CONFIG_NAME, GENERATION_CONFIG_NAME, MLP
+from refusion_jax.huggingface.architectures import ATTENTION, CONFIG_NAME, GENERATION_CONFIG_NAME, MLP, OBJECTIVE_FIELD
 from refusion_jax.huggingface.directories import new_directory, read_object
 from refusion_jax.huggingface.errors import CheckpointError
 from refusion_jax.huggingface.names import TensorSpec, get, stored_name, tensor_specs
@@ -54,6 +54,7 @@ def export_checkpoint(
     tokenizer: SavedTokenizer | None = None,
     dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
+    objective: str = "",
 ) -> None:
     """Writes a model as a directory that `transformers` and `load` read. The host holds one tensor at a time.
 
@@ -64,6 +65,7 @@ def export_checkpoint(
       tokenizer: whose files are written beside the weights.
       dtype: of the tensors; by default that of the parameters.
       max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
+      objective: what the model was trained for, which `load` reads again; "" where that is not known.
 
     Raises:
       CheckpointError: when `directory` holds something or cannot be written, the parameters are quantised, or no
@@ -74,6 +76,7 @@ def export_checkpoint(
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype is {dtype!r}, not one of {', '.join(DTYPES)}.")
     described = describe(config, dtype, getattr(tokenizer, "bos_token_id", None))
+    described |= {OBJECTIVE_FIELD: objective} if objective else {}
     with new_directory(directory) as temporary:
         if tokenizer is not None:
             tokenizer.export(temporary)

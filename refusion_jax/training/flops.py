@@ -1,6 +1,6 @@
 """How much arithmetic training takes, and how much of what a chip can do that is."""
 
-from refusion_jax.config import ModelConfig
+from refusion_jax.config import Config, ModelConfig
 
 # Dense bfloat16 FLOP/s of one chip, as its maker states them, by a part of JAX's name for the device.
 PEAK_FLOPS = {
@@ -22,6 +22,12 @@ def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s of a chip by JAX's name for it; None where it is not known."""
     fitting = [name for name in PEAK_FLOPS if name in device_kind]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+def training_flops_per_token(config: Config) -> int:
+    """FLOPs of a run's training step per token of its rows; block diffusion has everything twice."""
+    copies = 2 if config.train.objective == "block_diffusion" else 1
+    return copies * flops_per_token(config.model, copies * config.data.max_length)
 
 
 def flops_per_token(model: ModelConfig, row_length: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from refusion_jax.config import Config, DataConfig, ModelConfig, to_dict
+from refusion_jax.config import Config, DataConfig, ModelConfig, TrainConfig, to_dict
 from refusion_jax.data import Tokenizer
 from refusion_jax.files import write_json
 from refusion_jax.huggingface.export import check_unquantised
@@ -15,7 +15,9 @@ from refusion_jax.training.integrity import absolute, seal_all
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
 
 
-def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Tokenizer | None) -> None:
+def write_run(
+    directory: Path, config: ModelConfig, params: Any, tokenizer: Tokenizer | None, objective: str = ""
+) -> None:
     """Fills an empty directory with a run whose checkpoint of step 0 has these weights.
 
     Args:
@@ -23,13 +25,16 @@ def write_run(directory: Path, config: ModelConfig, params: Any, tokenizer: Toke
       config: the model.
       params: its parameters.
       tokenizer: the model's, if it has one.
+      objective: what the weights were trained for; "" for what runs are for by default.
 
     Raises:
       ConfigError: when no run can have such a model.
       CheckpointError, OSError: when the parameters are quantised, or something cannot be written.
     """
     check_unquantised(params)
-    run = Config(model=config, data=DataConfig(max_length=min(DataConfig.max_length, config.context_length)))
+    data = DataConfig(max_length=min(DataConfig.max_length, config.context_length))
+    train = TrainConfig(objective=objective or TrainConfig.objective)
+    run = Config(model=config, data=data, train=train)
     write_json(directory / CONFIG_NAME, to_dict(run))
     checkpoints = absolute(epath.Path(directory)) / CHECKPOINTS_NAME
     files = {} if tokenizer is None else dict(tokenizer.files)

@@ -15,16 +15,17 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from refusion_jax.config import Config, ConfigError, ModelConfig, to_dict
+from refusion_jax.config import Config, ConfigError, ModelConfig, loss_terms, to_dict
 from refusion_jax.data import Dataset, Tokenizer, find_tokenizer, iterate, load_dataset, make_batches
 from refusion_jax.files import write_json
 from refusion_jax.huggingface import local_directory, read_tokenizer
+from refusion_jax.methods import choose_method
 from refusion_jax.modeling import Transformer
 from refusion_jax.sharding import check_mesh, local_rows, make_mesh, put_batch
 from refusion_jax.slots import batch_from_arrays
 from refusion_jax.training.checkpoint import About, Checkpoints
 from refusion_jax.training.evaluation import held_out_answers, held_out_loss
-from refusion_jax.training.flops import flops_per_token, peak_flops
+from refusion_jax.training.flops import peak_flops, training_flops_per_token
 from refusion_jax.training.guard import StopRequest, Watchdog
 from refusion_jax.training.metrics import MetricsWriter, finite
 from refusion_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -125,7 +126,14 @@ def train(config: Config, workdir: os.PathLike[str] | str) -> None:
         _announce(config, dataset, mesh, state)
         run = _Run(config, workdir, dataset, module, mesh, checkpoints, began)
         run.train_step = make_run_step(config, module, optimizer, mesh, shardings)
-        run.eval_loss = make_eval_loss(module, config.slots, mesh, shardings, loss_chunk=config.train.loss_chunk)
+        run.eval_loss = make_eval_loss(
+            module,
+            config.slots,
+            mesh,
+            shardings,
+            loss_chunk=config.train.loss_chunk,
+            objective=config.train.objective,
+        )
         with jax.set_mesh(mesh):
             run.train(state)
 
@@ -333,15 +341,15 @@ class _Run:
         params = state.model_params(self.config.lora)
         losses = held_out_loss(self.eval_loss, params, self.dataset, self.config, self.mesh)
         count = self.config.train.eval_decode_examples
-        return losses | held_out_answers(self.module, params, self.dataset, self.config.decode, count)
+        method = choose_method(self.config.train.objective, block_lengths=self.config.slots.sizes)
+        return losses | held_out_answers(self.module, params, self.dataset, self.config.decode, count, method=method)
 
     def _record(self, step: int, metrics: Metrics) -> dict[str, float]:
         values = jax.device_get(metrics)
         record = {
             "step": step,
             "loss": float(values.loss.total),
-            "ar_loss": float(values.loss.ar),
-            "mdm_loss": float(values.loss.mdm),
+            **{name: float(getattr(values.loss, name[:-5])) for name in loss_terms(self.config.train.objective)},
             # Skipped steps are no updates, which the schedule counts.
             "learning_rate": float(self.learning_rate(step - 1 - int(values.skipped))),
             "grad_norm": float(values.grad_norm),
@@ -362,9 +370,7 @@ class _Run:
         }
         peak = peak_flops(self.mesh.devices.flat[0].device_kind)
         if peak is not None:
-            rates["flops_utilisation"] = (
-                per_chip * flops_per_token(self.config.model, self.config.data.max_length) / peak
-            )
+            rates["flops_utilisation"] = per_chip * training_flops_per_token(self.config) / peak
         return rates
 
     def _profile(self, step: int) -> None:

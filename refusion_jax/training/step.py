@@ -1,4 +1,4 @@
-"""One training step, compiled once: draw the view, forward, hybrid loss, backward, update."""
+"""One training step, compiled once: draw the view, forward, loss, backward, update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from refusion_jax.config import Config, ConfigError, LoraConfig, SlotsConfig
+from refusion_jax.config import OBJECTIVES, Config, ConfigError, LoraConfig, SlotsConfig
 from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.lora import variables
 from refusion_jax.objectives import (
@@ -19,8 +19,11 @@ from refusion_jax.objectives import (
     weighted_cross_entropy,
 )
 from refusion_jax.sharding import batch_sharding, constrain, replicated
-from refusion_jax.slots import NO_TARGET, Batch, TrainingView, draw, training_view
+from refusion_jax.slots import NO_TARGET, Batch, TrainingView, of_segment
 from refusion_jax.training.state import NO_LORA, TrainState
+from refusion_jax.views import fully_clean_view, make_view, num_response_tokens
+
+HYBRID = OBJECTIVES[0]
 
 
 class Metrics(flax.struct.PyTreeNode):
@@ -52,9 +55,9 @@ class _Counts(flax.struct.PyTreeNode):
 
 
 def _view_and_counts(
-    batch: Batch, seed: jax.Array, config: SlotsConfig, mask_token_id: int
+    objective: str, batch: Batch, seed: jax.Array, config: SlotsConfig, mask_token_id: int
 ) -> tuple[TrainingView, _Counts]:
-    view = training_view(batch, draw(seed, batch, config), mask_token_id)
+    view = make_view(objective, seed, batch, config, mask_token_id)
     return view, _Counts(jnp.sum(batch.response_lengths > 0), num_clean_targets(view))
 
 
@@ -95,6 +98,7 @@ def make_run_step(
         accumulate_steps=config.train.accumulate_steps,
         loss_chunk=config.train.loss_chunk,
         lora=config.lora,
+        objective=config.train.objective,
     )
 
 
@@ -108,6 +112,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     loss_chunk: int = 0,
     lora: LoraConfig = NO_LORA,
+    objective: str = HYBRID,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """Compiles `(state, batch, seed) -> (state, metrics)`; the state is donated.
 
@@ -121,6 +126,7 @@ def make_train_step(
       accumulate_steps: parts of the batch whose gradients are computed one after another and added up.
       loss_chunk: positions that are unembedded at a time on each device; 0 for all.
       lora: the adapters' settings, where the state has a base.
+      objective: one of `config.OBJECTIVES`.
 
     Raises:
       ConfigError: when first called, for a batch that does not split into the parts evenly on every device.
@@ -135,7 +141,7 @@ def make_train_step(
         return jax.grad(loss_of, has_aux=True)(state.params)
 
     def step(state: TrainState, batch: Batch, seed: jax.Array) -> tuple[TrainState, Metrics]:
-        view, counts = _view_and_counts(batch, seed, config, module.config.mask_token_id)
+        view, counts = _view_and_counts(objective, batch, seed, config, module.config.mask_token_id)
         if accumulate_steps == 1:
             grads, loss = gradient(state, view, counts)
         else:
@@ -198,8 +204,11 @@ class HeldOutSums(flax.struct.PyTreeNode):
     Attributes:
       ar, ar_targets: cross-entropy of clean targets, and their number.
       mdm, examples: the MDM terms of the examples, and their number.
-      bound, tokens: the bound on the negative log-likelihood of the responses in nats, sum over masked positions of
-        cross-entropy / p, and response tokens.
+      bound: sum over masked positions of cross-entropy / p: with all tokens masked one by one in random order, a bound
+        on the negative log-likelihood of the responses, in nats.
+      nats: their negative log-likelihood as the objective's own decoding composes them, or a bound on it, see
+        `make_eval_loss`.
+      tokens: response tokens up to the first EOS each.
     """
 
     ar: jax.Array
@@ -207,27 +216,47 @@ class HeldOutSums(flax.struct.PyTreeNode):
     mdm: jax.Array
     examples: jax.Array
     bound: jax.Array
+    nats: jax.Array
     tokens: jax.Array
 
 
 def make_eval_loss(
-    module: Transformer, config: SlotsConfig, mesh: Mesh, shardings: Any, *, loss_chunk: int = 0
+    module: Transformer,
+    config: SlotsConfig,
+    mesh: Mesh,
+    shardings: Any,
+    *,
+    loss_chunk: int = 0,
+    objective: str = HYBRID,
 ) -> Callable[[Any, Batch, jax.Array], HeldOutSums]:
-    """Compiles `(params, batch, seed) -> sums` without an update; `params` as from `TrainState.model_params`."""
+    """Compiles `(params, batch, seed) -> sums` without an update; `params` as from `TrainState.model_params`.
+
+    `nats` is what the responses cost: the next tokens' cross-entropy ("autoregressive", exact); `bound` ("llada",
+    "dream", "block_diffusion"); of "hybrid" slots in random order, the first token of each from a mask (cross-entropy
+    / p over masked slots) and the others as next tokens, with all slots clean: a bound, as it is a mean over orders.
+    """
 
     def evaluate(params: Any, batch: Batch, seed: jax.Array) -> HeldOutSums:
-        view, counts = _view_and_counts(batch, seed, config, module.config.mask_token_id)
+        view, counts = _view_and_counts(objective, batch, seed, config, module.config.mask_token_id)
         losses = _position_losses(module, params, view, loss_chunk)
         is_clean_target = (view.targets != NO_TARGET) & ~view.is_masked
-        segment = jnp.maximum(view.visibility.segment - 1, 0)
-        lengths = jnp.take_along_axis(batch.response_lengths, segment, axis=1)
+        ar = jnp.sum(jnp.where(is_clean_target, losses, 0.0))
+        of_masked = view.mdm_weights * of_segment(batch.response_lengths, view.visibility.segment) * losses
+        bound = jnp.sum(of_masked)
+        if objective == HYBRID:
+            clean = fully_clean_view(seed, batch, config)
+            inside = jnp.sum(_position_losses(module, params, clean, loss_chunk))
+            nats = inside + jnp.sum(jnp.where(view.is_slot_start, of_masked, 0.0))
+        else:
+            nats = ar + bound
         return HeldOutSums(
-            ar=jnp.sum(jnp.where(is_clean_target, losses, 0.0)),
+            ar=ar,
             ar_targets=counts.num_targets.astype(jnp.float32),
             mdm=jnp.sum(view.mdm_weights * losses),
             examples=counts.num_examples.astype(jnp.float32),
-            bound=jnp.sum(view.mdm_weights * lengths * losses),
-            tokens=jnp.sum(batch.response_lengths).astype(jnp.float32),
+            bound=bound,
+            nats=nats,
+            tokens=num_response_tokens(batch, module.config.eos_token_ids).astype(jnp.float32),
         )
 
     params = shardings.params if shardings.base is None else shardings.base

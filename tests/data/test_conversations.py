@@ -147,6 +147,15 @@ def test_where_a_response_ends(tmp_path, end, kept):
         assert response == [*tokenizer.encode("c" + kept), tokenizer.eos_token_id]
 
 
+def test_responses_are_filled_up_with_the_eos_they_end_with(tmp_path):
+    tokenizer = load_tokenizer(byte_level.write(tmp_path, generation={"eos_token_id": [322, 320]}))
+    whole = [Example("ab", "c", "abc<|endoftext|>"), Example("ab", "c", "abc<|im_end|>")]
+    tokenized, _ = tokenize(whole, tokenizer, 16, pad_responses=4)
+    last = [tokenizer.encode(end) * 3 for end in ("<|endoftext|>", "<|im_end|>")]
+    assert last[0] != last[1]
+    assert tokenized.tokens.reshape(2, -1)[:, -3:].tolist() == last
+
+
 def test_a_response_without_tokens_is_dropped_and_counted(tokenizer):
     _, counts = tokenize([WHOLE, Example("ab", "c", "ab<|im_end|>\n")], tokenizer, 64)
     assert (counts.kept, counts.empty) == (1, 1)

@@ -3,13 +3,14 @@ import json
 import pathlib
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from refusion_jax.config import DataConfig
-from refusion_jax.data import synthetic
+from refusion_jax.data import pipeline, synthetic
 from refusion_jax.data.pipeline import iterate, load_dataset, make_batches
 from refusion_jax.data.records import DataError
 
@@ -175,7 +176,33 @@ def test_the_fingerprint_tells_files_tokenizers_and_settings_apart(tmp_path):
     assert changed() == first.fingerprint
     prints += [load_dataset(DataConfig(synthetic_examples=count, eval_examples=4), seed=seed).fingerprint
                for count, seed in ((40, 0), (40, 1), (41, 0))]  # fmt: skip
+    prints += [load_dataset(DataConfig(synthetic_examples=40, eval_examples=4, **more), seed=0).fingerprint
+               for more in ({"synthetic_tasks": "RS46"}, {"pad_responses": 8})]  # fmt: skip
     assert len(set(prints)) == len(prints)
+
+
+def test_runs_from_before_a_setting_was_there_go_on():
+    """What the default configuration's fingerprint always was."""
+    tokenizer = SimpleNamespace(fingerprint="tokenizer")
+    assert pipeline._fingerprint(DataConfig(), 0, tokenizer) == (
+        "5065ea0abb4d5e784b8268b7cbca6fc62b489bce7f995fa92889900717af2982"
+    )
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_both_splits_are_of_the_tasks_and_filled_up(pack):
+    config = DataConfig(
+        synthetic_examples=60, eval_examples=30, synthetic_tasks="4R", pad_responses=16, max_length=96, pack=pack
+    )
+    dataset = load_dataset(config, seed=0)
+    assert dataset.held_out_examples == synthetic.held_out_examples(0, 30, "4R")
+    for examples in (dataset.train, dataset.held_out):
+        batch = make_batches(config, examples, seed=0, batch_size=8)[0]
+        assert not (batch["response_lengths"] % 16).any() and batch["response_lengths"].max() >= 32
+        row, segment = np.argwhere(batch["response_lengths"] > 0)[-1]
+        tokens = batch["tokens"][row][batch["segment_ids"][row] == segment + 1]
+        example = batch["example_ids"][row, segment]
+        np.testing.assert_array_equal(tokens, examples.tokens[slice(*examples.offsets[example : example + 2])])
 
 
 @pytest.fixture(scope="module")

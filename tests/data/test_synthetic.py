@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from refusion_jax.config import SYNTHETIC_TASKS
 from refusion_jax.data import synthetic
 from refusion_jax.data.records import DataError, Example
 
@@ -60,8 +61,12 @@ def test_held_out_prompts_are_unique_and_a_larger_count_appends():
     most = synthetic.held_out_examples(0, 566)
     assert len({example.prompt for example in most}) == len(most) == 566
     assert synthetic.held_out_examples(0, 400) == most[:400]
-    with pytest.raises(DataError, match="at most 566"):
+    with pytest.raises(DataError, match="one example in 4 is of that task: ask for at most 566"):
         synthetic.held_out_examples(0, 567)
+    assert len(synthetic.held_out_examples(0, 600, "RSA4")) == 600
+    assert len(synthetic.held_out_examples(0, 283, "RQ")) == 283
+    with pytest.raises(DataError, match="one example in 2 is of that task: ask for at most 283"):
+        synthetic.held_out_examples(0, 284, "RQ")
 
 
 def test_an_example_is_a_function_of_seed_and_index():
@@ -77,6 +82,20 @@ def test_an_example_is_a_function_of_seed_and_index():
     ]
 
 
+def test_tasks_come_in_the_turn_that_is_asked_for():
+    for examples in (synthetic.train_examples(0, 60, "46RSQA"), synthetic.held_out_examples(0, 60, "46RSQA")):
+        assert "".join(synthetic.task_of(example.prompt) for example in examples) == 10 * "46RSQA"
+    assert synthetic.train_examples(0, 20, "RSQA") == synthetic.train_examples(0, 20)
+    assert synthetic.train_example(0, 7, "46R") == synthetic.train_examples(0, 8, "46R")[7]
+    train = {example.prompt for example in synthetic.train_examples(0, 4_000, "46")}
+    held_out = {example.prompt for example in synthetic.held_out_examples(0, 1_000, "46")}
+    assert not train & held_out and len(held_out) == 1_000
+
+
+def test_the_tasks_are_those_that_can_be_set():
+    assert set(synthetic.HELD_OUT_SHARES) == set(SYNTHETIC_TASKS)
+
+
 def test_lengths_are_uniform():
     examples = synthetic.train_examples(0, 40_000)
     lengths = collections.Counter(len(example.prompt) - 3 for example in examples if example.prompt[0] == "R")
@@ -86,5 +105,5 @@ def test_lengths_are_uniform():
 
 def test_generation_is_fast():
     start = time.perf_counter()
-    synthetic.train_examples(0, 20_000)
-    assert time.perf_counter() - start < 2  # 50 microseconds an example would be 1
+    synthetic.train_examples(0, 20_000, "RSQA46")
+    assert time.perf_counter() - start < 3  # 50 microseconds an example would be 1

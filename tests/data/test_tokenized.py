@@ -26,6 +26,20 @@ def test_tokenize_drops_and_counts_what_does_not_fit(tokenizer):
     assert len(tokenize([], tokenizer, 8)[0]) == 0
 
 
+def test_responses_are_filled_up_with_eos(tokenizer):
+    pairs = [Example("a", "bb"), Example("a", "bbb"), Example("a", "bbbb"), Example("a", ""), Example("aaaaaa", "b")]
+    tokenized, counts = tokenize(pairs, tokenizer, 9, pad_responses=4)
+    assert (counts.kept, counts.too_long, counts.empty, counts.shortest) == (3, 1, 1, 10)
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    rows = [[*a, *b * 2, 1, 1], [*a, *b * 3, 1], [*a, *b * 4, 1, 1, 1, 1]]
+    assert tokenized.tokens.tolist() == [token for row in rows for token in row]
+    assert tokenized.lengths.tolist() == [5, 5, 9] and tokenized.prompt_lengths.tolist() == [1, 1, 1]
+    once = tokenize(pairs, tokenizer, 9)[0]
+    np.testing.assert_array_equal(tokenize(pairs, tokenizer, 9, pad_responses=1)[0].tokens, once.tokens)
+    with pytest.raises(DataError, match=r"2 are longer than 4 tokens \(the shortest has 5"):
+        tokenize(pairs[:2], tokenizer, 4, pad_responses=4)
+
+
 def test_documents_have_no_prompt_and_are_cut(tokenizer):
     texts = ["a" * 9, "b", "c" * 8, "", "d" * 7, "e" * 16]
     documents = [Example("", text) for text in texts]

@@ -74,6 +74,22 @@ def test_an_export_reads_back(name, tmp_path):
     assert described["architectures"] == [f"{name.split()[0].capitalize()}ForCausalLM"]
 
 
+def test_an_export_tells_what_it_was_trained_for(tmp_path):
+    config, params = make()
+    export_checkpoint(params, config, tmp_path / "plain")
+    export_checkpoint(params, config, tmp_path / "diffusion", objective="block_diffusion")
+    assert rf.load(tmp_path / "plain").objective == ""
+    assert rf.load(tmp_path / "diffusion").objective == "block_diffusion"
+    write_run(tmp_path, config, params, None, "dream")
+    assert rf.load(tmp_path).objective == "dream"
+    path = tmp_path / "diffusion" / "config.json"
+    path.write_text(path.read_text().replace("block_diffusion", "blockdiffusion"))
+    with pytest.raises(
+        CheckpointError, match=r"training_objective 'blockdiffusion', which is none\. Did you mean 'block_"
+    ):
+        rf.load(tmp_path / "diffusion")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_half_precision_in_several_files(dtype, tied, tmp_path):
