@@ -40,6 +40,7 @@ from refusion_jax.decoding import Statistics, autoregressive, batching
 from refusion_jax.decoding.kv_cache import empty_cache
 from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
+from refusion_jax.methods import UNKNOWN
 from refusion_jax.modeling import Transformer
 
 FLAGS = flags.FlagValues()
@@ -133,33 +134,19 @@ class Turn:
 
 def decode_refusion(work: Workload, prompts: Sequence[list[int]], rows: int) -> Turn:
     """Decodes with ReFusion's decoder."""
-    s = Statistics()
-    rf.generate(work.model, prompts, work.config, batch_size=rows, statistics=s)
-    return Turn(s.seconds, s.prefill_seconds, s.decode_seconds, s.tokens, s.iterations, s.forwards)
+    return _turn(work, prompts, work.config, rows, rf.Method())
 
 
 def decode_plainly(work: Workload, prompts: Sequence[list[int]], rows: int) -> Turn:
     """Decodes left to right, the same weights and lengths."""
-    module, params, length = work.model.module, work.model.params, work.config.rounded_length
-    prefilling = decoding = 0.0
-    tokens = iterations = 0
-    began = now = time.perf_counter()
+    config = dataclasses.replace(work.config, gen_length=work.config.rounded_length, algorithm="self_correcting")
+    return _turn(work, prompts, config, rows, rf.Method("autoregressive"))
 
-    def passed() -> float:
-        nonlocal now
-        before, now = now, time.perf_counter()
-        return now - before
 
-    for start in range(0, len(prompts), rows):
-        part = prompts[start : start + rows]
-        inputs = autoregressive.make_batch(module, part, [length] * len(part))
-        state = jax.block_until_ready(autoregressive.prefill(module, params, *inputs))
-        prefilling += passed()
-        counts = np.asarray(jax.block_until_ready(autoregressive.decode_loop(module, params, state)).counts)
-        decoding += passed()
-        tokens += int(counts.sum())
-        iterations += int(counts.max())
-    return Turn(now - began, prefilling, decoding, tokens, iterations, tokens)
+def _turn(work: Workload, prompts: Sequence[list[int]], config: DecodeConfig, rows: int, method: rf.Method) -> Turn:
+    s, objective = Statistics(), work.model.objective or UNKNOWN
+    rf.generate(work.model, prompts, config, batch_size=rows, statistics=s, method=method, allow_objective=objective)
+    return Turn(s.seconds, s.prefill_seconds, s.decode_seconds, s.tokens, s.iterations, s.forwards)
 
 
 WAYS = {"ReFusion": decode_refusion, "left to right": decode_plainly}

@@ -13,10 +13,12 @@ import numpy as np
 from benchmarks.common import spread
 from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.decoding import Rules, Verification, autoregressive
-from refusion_jax.decoding.batching import Job, make_request
+from refusion_jax.decoding.batching import Job, Sizes, make_request
 from refusion_jax.decoding.layout import prepare_layout
 from refusion_jax.decoding.memory import kv_bytes
+from refusion_jax.decoding.method_rows import make_rows
 from refusion_jax.decoding.refusion import Program, admit, decode_loop, empty_state
+from refusion_jax.methods import Method
 from refusion_jax.modeling import Transformer
 from refusion_jax.modeling.quantization import quantize
 
@@ -102,11 +104,16 @@ def measure_refusion(module: Transformer, params: Any, rows: int, prompt_length:
 def measure_plain(module: Transformer, params: Any, rows: int, prompt_length: int) -> dict[str, Any]:
     """Left-to-right forwards, one token each, on the same prompts."""
     length, taken, made = TURNS * FORWARDS, [], 0
-    inputs = autoregressive.make_batch(module, prompts(module.config, rows, prompt_length), [length] * rows)
+    config, model = DecodeConfig(gen_length=length, slot_size=1), module.config
+    layouts = [prepare_layout(prompt, config, model) for prompt in prompts(model, rows, prompt_length)]
+    jobs = [Job(index, 0, layout, config) for index, layout in enumerate(layouts)]
+    sizes = Sizes.of(rows, prompt_length, length, 0)
+    asked = jax.device_put(make_rows(jobs, rows, sizes.prompt_length, 0, Method("autoregressive"), model))
     for _ in range(3):
-        state = jax.block_until_ready(autoregressive.prefill(module, params, *inputs))
+        state = jax.block_until_ready(autoregressive.prefill(module, params, asked, sizes.capacity))
         began = time.perf_counter()
-        counts = np.asarray(jax.block_until_ready(autoregressive.decode_loop(module, params, state)).counts)
+        state = jax.block_until_ready(autoregressive.decode_loop(module, params, asked, state, sampling=False))
+        counts = np.asarray(state.responses.forwards)
         made = counts.sum() / counts.max()
         taken.append((time.perf_counter() - began) / counts.max())
     return _record("left to right", rows, 1, made / rows, prompt_length + length // 2, taken[1:])

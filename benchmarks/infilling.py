@@ -24,9 +24,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its 
 import refusion_jax as rf
 from benchmarks import common
 from refusion_jax import Config, DecodeConfig, command_line
-from refusion_jax.decoding.autoregressive import decode_autoregressive
 from refusion_jax.files import write_json
 from refusion_jax.host_memory import keep_freed_memory
+from refusion_jax.methods import UNKNOWN
 from refusion_jax.training.loop import train
 from refusion_jax.training.run_directory import CHECKPOINTS_NAME
 
@@ -109,8 +109,14 @@ def measure(model: rf.Model, gaps: Sequence[Gap], batch_size: int) -> dict[str, 
     lefts = [gap.left for gap in gaps]
     filled = rf.generate(model, [gap.template for gap in gaps], DECODE, batch_size=batch_size)
     blind = rf.generate(model, lefts, DECODE, batch_size=batch_size)
-    prompts = [model.tokenizer.encode(left) for left in lefts]
-    plain = decode_autoregressive(model.module, model.params, prompts, DECODE.gen_length, batch_size)
+    plain = rf.generate(
+        model,
+        lefts,
+        DECODE,
+        batch_size=batch_size,
+        method=rf.Method("autoregressive"),
+        allow_objective=model.objective or UNKNOWN,
+    )
     return {
         "infilling": exact_match([holes[0] for holes in filled.holes], golds),
         "refusion_without_right_side": exact_match(blind.tokens, golds),

@@ -7,6 +7,7 @@ from refusion_jax.data import DataError
 from refusion_jax.decoding import Answer, Generation, Hole, Rules, SlotScore, Statistics, Verification
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.huggingface import CheckpointError
+from refusion_jax.methods import Method
 from refusion_jax.sharding import make_mesh
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Generation",
     "Hole",
     "MeshConfig",
+    "Method",
     "Model",
     "ModelConfig",
     "Rules",

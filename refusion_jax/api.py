@@ -24,15 +24,18 @@ from refusion_jax.decoding.batching import (
 )
 from refusion_jax.decoding.layout import check_tokens
 from refusion_jax.decoding.memory import fitting_rows
+from refusion_jax.decoding.method_rows import decode_method, query_width
 from refusion_jax.decoding.rules import DEFAULT_RULES
 from refusion_jax.huggingface import (
     CheckpointError,
     local_directory,
     read_model_config,
+    read_objective,
     read_params,
     read_tokenizer,
 )
-from refusion_jax.modeling import Transformer
+from refusion_jax.methods import Method, choose_method, settings_of, without_slots
+from refusion_jax.modeling import Transformer, Visibility
 from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.prompts import Prepared, Prompt, brief, encode, is_whole, prepare_prompt
 from refusion_jax.responses import Detokenizer, finish
@@ -53,6 +56,8 @@ class Model:
       tokenizer: None where the directory has none.
       decode: the decode settings of the run it came from, or the defaults.
       mesh: what `params` are split over and decoding runs on; None for one device.
+      objective: what it was trained with, one of `config.OBJECTIVES`; "" where that is not known.
+      block_lengths: of "block_diffusion" the lengths of the blocks it was trained in, as far as known.
     """
 
     config: ModelConfig
@@ -61,6 +66,8 @@ class Model:
     tokenizer: Tokenizer | None
     decode: DecodeConfig
     mesh: Mesh | None = None
+    objective: str = ""
+    block_lengths: tuple[int, ...] = ()
 
 
 def load(
@@ -104,12 +111,14 @@ def load(
         config = run.model if dtype is None else dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
         config = _with_kv_dtype(config, kv_dtype)
         params = run_params(directory, run, _shardings(config, mesh), config.param_dtype, quantize)
-        tokenizer, decode = _run_tokenizer(directory), run.decode
+        tokenizer, decode, objective = _run_tokenizer(directory), run.decode, run.train.objective
+        blocks = run.slots.sizes if objective == "block_diffusion" else ()
     else:
         tokenizer = read_tokenizer(directory)
         config = _with_kv_dtype(read_model_config(directory, tokenizer, dtype), kv_dtype)
         params, decode = read_params(directory, config, _shardings(config, mesh), quantize), DecodeConfig()
-    return Model(config, Transformer(config), params, tokenizer, decode, mesh)
+        objective, blocks = read_objective(directory), ()
+    return Model(config, Transformer(config), params, tokenizer, decode, mesh, objective, blocks)
 
 
 def _check_mesh_kind(mesh: Any) -> None:
@@ -138,19 +147,24 @@ def _run_tokenizer(workdir: epath.Path) -> Tokenizer | None:
         raise CheckpointError(str(error)) from error
 
 
-def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
-    """Logits of a causal forward in buffer order.
+def logits(model: Model, tokens: Any, position_ids: Any, visibility: str | None = None) -> jax.Array:
+    """Logits of one forward.
 
     Args:
       model: a loaded model.
       tokens, position_ids: (batch, length) int; position IDs may be in any order.
+      visibility: "causal" in buffer order, or "bidirectional"; by default as the model's objective has it: "llada" and
+        "dream" bidirectional, others causal.
 
     Returns:
       (batch, length, vocab_size) float32.
 
     Raises:
-      ConfigError: when the shapes differ, or a token or position lies outside what the model has.
+      ConfigError: when the shapes differ, a token or position lies outside what the model has, or for another
+        visibility.
     """
+    if visibility not in (None, "causal", "bidirectional"):
+        raise ConfigError(f"visibility is {brief(visibility)}; it must be 'causal' or 'bidirectional', or left out.")
     tokens, position_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(position_ids, jnp.int32)
     if tokens.ndim != 2 or tokens.shape != position_ids.shape or not tokens.size:
         raise ConfigError(
@@ -161,12 +175,17 @@ def logits(model: Model, tokens: Any, position_ids: Any) -> jax.Array:
         raise ConfigError(f"tokens must lie in [0, {model.config.vocab_size}), the vocabulary.")
     if bool(jnp.any((position_ids < 0) | (position_ids >= model.config.context_length))):
         raise ConfigError(f"position_ids must lie in [0, {model.config.context_length}), the model's maximum.")
-    return _logits(model.module, model.params, tokens, position_ids)
+    by_default = "bidirectional" if model.objective in ("llada", "dream") else "causal"
+    is_causal = (visibility or by_default) == "causal"
+    return _logits(model.module, is_causal, model.params, tokens, position_ids)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(module: Transformer, params: Any, tokens: jax.Array, position_ids: jax.Array) -> jax.Array:
-    return module.apply({"params": params}, tokens, position_ids)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(module: Transformer, is_causal: bool, params: Any, tokens: jax.Array, position_ids: jax.Array) -> jax.Array:
+    seen = Visibility.causal(*tokens.shape)
+    if not is_causal:
+        seen = seen.replace(order=jnp.zeros_like(seen.order), in_buffer_order=False)
+    return module.apply({"params": params}, tokens, position_ids, seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +208,26 @@ class StreamRequest:
 _UNWATCHED = Watch()
 
 
-def prepare(model: Model, prompt: Prompt, config: DecodeConfig, prefix: str | Sequence[int] | None = None) -> Prepared:
-    """Checks and lays out a prompt.
+def prepare(
+    model: Model,
+    prompt: Prompt,
+    config: DecodeConfig,
+    prefix: str | Sequence[int] | None = None,
+    method: Method | None = None,
+) -> Prepared:
+    """Checks and lays out a prompt, for a method: by default that of the model's training objective.
 
     Raises:
       ConfigError: when it cannot be decoded, in one sentence.
     """
-    return prepare_prompt(model.tokenizer, model.config, prompt, config, len(_encode_prefix(model, prefix)))
+    method = choose_method(model.objective, block_lengths=model.block_lengths) if method is None else method
+    return _prepare(model, prompt, config, len(_encode_prefix(model, prefix)), method)
+
+
+def _prepare(model: Model, prompt: Prompt, config: DecodeConfig, prefix_length: int, method: Method) -> Prepared:
+    if method.name != "refusion" and isinstance(prompt, Mapping) and "segments" in prompt:
+        raise ConfigError(f"The method {method.name!r} does not fill holes; give a prompt instead of segments.")
+    return prepare_prompt(model.tokenizer, model.config, prompt, settings_of(config, method), prefix_length)
 
 
 def _encode_prefix(model: Model, prefix: str | Sequence[int] | None) -> list[int]:
@@ -216,11 +248,19 @@ def _require(value: Any, kind: type, name: str, what: str) -> None:
         raise ConfigError(f"{name} is {brief(value)}; give {what}.")
 
 
-def _check_options(rules: Rules, watch: Watch, statistics: Statistics | None) -> None:
+def _check_options(rules: Rules, watch: Watch, statistics: Statistics | None, method: Method) -> None:
     _require(rules, Rules, "rules", "a Rules object")
     _require(watch, Watch, "watch", "a Watch object")
     if statistics is not None:
         _require(statistics, Statistics, "statistics", "a Statistics object")
+    if method.name != "refusion":
+        for name, is_given in (
+            ("rules", rules != DEFAULT_RULES),
+            ("watch.on_slot", watch.on_slot is not None),
+            ("watch.on_prefix", watch.on_prefix is not None),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} is for slots, which the method {method.name!r} does not have; leave it out.")
 
 
 def generate_stream(
@@ -239,6 +279,8 @@ def generate_stream(
     infilling: bool = True,
     statistics: Statistics | None = None,
     watch: Watch = _UNWATCHED,
+    method: Method | None = None,
+    allow_objective: str | None = None,
 ) -> Iterator[Answer]:
     """Decodes a stream of prompts of any length on a fixed batch; yields answers as they finish.
 
@@ -258,12 +300,15 @@ def generate_stream(
       sampling, infilling: whether any request has a temperature, or the algorithm "paper".
       statistics: an object to add to.
       watch: what to be told on the way.
+      method, allow_objective: as of `generate`. With any but "refusion" a batch is answered when all of it is
+        finished.
 
     Raises:
       ConfigError: for a prompt that cannot be decoded, naming it, or that exceeds what the stream was made for.
     """
     _require(model, Model, "model", "what load() returns")
-    _check_options(rules, watch, statistics)
+    method = choose_method(model.objective, method, allow_objective, model.block_lengths)
+    _check_options(rules, watch, statistics, method)
     prefix_tokens = _encode_prefix(model, prefix)
     _check_num_samples(num_samples)
     for name, length in (("prompt_length", prompt_length), ("response_length", response_length)):
@@ -272,11 +317,21 @@ def generate_stream(
             raise ConfigError(
                 f"{name} is {length!r}; it must be a whole number of at most {most}, the model's maximum."
             )
-    rows = _rows(model, batch_size, prompt_length, response_length)
+    rows = _rows(model, batch_size, len(prefix_tokens) + prompt_length, response_length, method)
+    rows = rows if most_requests is None else min(rows, _needed_rows(model, most_requests * num_samples))
+    detokenizer = None if model.tokenizer is None else Detokenizer(model.tokenizer, model.config.eos_token_ids)
+    unfinished = _Unfinished(detokenizer, num_samples)
+    jobs = _jobs(model, requests, len(prefix_tokens), method, unfinished)
+    if method.name != "refusion":
+        # A prefix is not shared there, but prompt tokens like any other.
+        own = (dataclasses.replace(job, layout=job.layout.behind(prefix_tokens)) for job in jobs)
+        options: Any = {"batch_size": rows, "statistics": statistics, "mesh": model.mesh}
+        yield from map(unfinished.finish, decode_method(model.module, model.params, own, method, **options))
+        return
     stream = Stream(
         model.module,
         model.params,
-        rows=rows if most_requests is None else min(rows, _needed_rows(model, most_requests * num_samples)),
+        rows=rows,
         prompt_length=prompt_length,
         response_length=response_length,
         prefix=prefix_tokens,
@@ -287,11 +342,7 @@ def generate_stream(
         statistics=statistics,
         mesh=model.mesh,
     )
-    prepared: dict[int, Prepared] = {}
-    unfinished: dict[int, int] = {}
-    detokenizer = None if model.tokenizer is None else Detokenizer(model.tokenizer, model.config.eos_token_ids)
     observer = Observer(stream, watch, model.config.eos_token_ids, detokenizer)
-    jobs = _jobs(model, requests, num_samples, len(prefix_tokens), prepared)
     exhausted = False
     while stream.busy or not exhausted:
         answers: list[Answer] = []
@@ -300,7 +351,6 @@ def generate_stream(
             if job is None:
                 exhausted = True
                 break
-            unfinished[job.index] = num_samples if job.sample == 0 else unfinished[job.index]
             if job.layout.response_length:
                 stream.submit(job)
             else:
@@ -308,32 +358,61 @@ def generate_stream(
         if stream.busy:
             answers += stream.advance(observer.most_iterations(), observer)
         for answer in answers:
-            yield finish(detokenizer, prepared[answer.index], answer)
-            unfinished[answer.index] -= 1
-            if not unfinished[answer.index]:
-                del prepared[answer.index], unfinished[answer.index]
+            yield unfinished.finish(answer)
             observer.forget(answer)
 
 
+class _Unfinished:
+    """The prompts of a stream that wait for answers, `num_samples` each."""
+
+    def __init__(self, detokenizer: Detokenizer | None, num_samples: int):
+        self.num_samples, self._detokenizer = num_samples, detokenizer
+        self._prepared: dict[int, Prepared] = {}
+        self._missing: dict[int, int] = {}
+
+    def add(self, index: int, prepared: Prepared) -> None:
+        """Notes a prompt.
+
+        Raises:
+          ConfigError: when there is one of that index.
+        """
+        if index in self._prepared:
+            raise ConfigError(f"Prompt {index} is in the stream already; give each an index of its own.")
+        self._prepared[index], self._missing[index] = prepared, self.num_samples
+
+    def finish(self, answer: Answer) -> Answer:
+        """The answer with its texts; a prompt that has all of its answers is forgotten."""
+        finished = finish(self._detokenizer, self._prepared[answer.index], answer)
+        self._missing[answer.index] -= 1
+        if not self._missing[answer.index]:
+            del self._prepared[answer.index], self._missing[answer.index]
+        return finished
+
+
 def _jobs(
-    model: Model, requests: Iterable[StreamRequest], num_samples: int, prefix_length: int, prepared: dict[int, Prepared]
+    model: Model, requests: Iterable[StreamRequest], prefix_length: int, method: Method, unfinished: _Unfinished
 ) -> Iterator[Job]:
     for request in requests:
         _require(request, StreamRequest, "A request", "a StreamRequest")
         _require(request.config, DecodeConfig, f"The config of prompt {request.index}", "a DecodeConfig")
         each = request.prompt
         if not isinstance(each, Prepared):
-            each = _prepare_numbered(model, request.index, each, request.config, prefix_length)
-        if request.index in prepared:
-            raise ConfigError(f"Prompt {request.index} is in the stream already; give each an index of its own.")
-        prepared[request.index] = each
-        for sample in range(num_samples):
+            each = _prepare_numbered(model, request.index, each, request.config, prefix_length, method)
+        elif each.config != settings_of(each.config, method):
+            raise ConfigError(
+                f"Prompt {request.index} was prepared for another method than {method.name!r}; name it to prepare(), "
+                "too."
+            )
+        unfinished.add(request.index, each)
+        for sample in range(unfinished.num_samples):
             yield Job(request.index, sample, each.layout, each.config, request.seed)
 
 
-def _prepare_numbered(model: Model, index: int, prompt: Prompt, config: DecodeConfig, prefix_length: int) -> Prepared:
+def _prepare_numbered(
+    model: Model, index: int, prompt: Prompt, config: DecodeConfig, prefix_length: int, method: Method
+) -> Prepared:
     try:
-        return prepare_prompt(model.tokenizer, model.config, prompt, config, prefix_length)
+        return _prepare(model, prompt, config, prefix_length, method)
     except ConfigError as error:
         raise ConfigError(f"Prompt {index}: {error}") from error
 
@@ -343,10 +422,11 @@ def _check_num_samples(num_samples: int) -> None:
         raise ConfigError(f"num_samples is {num_samples!r}; ask for at least one.")
 
 
-def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int) -> int:
+def _rows(model: Model, batch_size: int | str, prompt_length: int, response_length: int, method: Method) -> int:
     if batch_size == "auto":
         sizes = Sizes.of(1, prompt_length, response_length, 0)
-        return fitting_rows(model.config, sizes.buffer_length, sizes.capacity, mesh=model.mesh)
+        widest = query_width(method, sizes.prompt_length, sizes.capacity)
+        return fitting_rows(model.config, sizes.buffer_length, widest, mesh=model.mesh)
     if not is_whole(batch_size) or int(batch_size) < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; decode at least one row at once, or say 'auto'.")
     return int(batch_size) if model.mesh is None else shared_rows(model.mesh, int(batch_size))
@@ -369,6 +449,8 @@ def generate(
     statistics: Statistics | None = None,
     watch: Watch = _UNWATCHED,
     on_progress: Callable[[int], None] | None = None,
+    method: Method | None = None,
+    allow_objective: str | None = None,
 ) -> Generation:
     """Decodes responses to a list of prompts.
 
@@ -388,6 +470,9 @@ def generate(
       statistics: an object to add to.
       watch: what to be told on the way.
       on_progress: called with the number of finished responses, whenever some have finished.
+      method: how to decode; by default as the model's objective wants it. Any but "refusion" takes neither holes, nor
+        `rules`, nor callbacks of `watch`, and has no use for the slot settings of `config`.
+      allow_objective: the model's training objective, or "unknown": decodes it with a `method` for another.
 
     Raises:
       ConfigError: for a prompt or setting that cannot be used, naming the prompt.
@@ -398,7 +483,8 @@ def generate(
     prompts = list(prompts)
     if any(is_whole(prompt) for prompt in prompts):
         raise ConfigError("prompts is a single list of token IDs; give a list of prompts.")
-    config = model.decode if config is None else config
+    method = choose_method(model.objective, method, allow_objective, model.block_lengths)
+    config = own_settings(model, method) if config is None else config
     configs = [config] * len(prompts) if isinstance(config, DecodeConfig) else list(config)
     if not all(isinstance(each, DecodeConfig) for each in configs):
         raise ConfigError("config holds something other than a DecodeConfig; give one, or one per prompt.")
@@ -414,12 +500,12 @@ def generate(
             raise ConfigError(f"seed is {value!r}; it must be a whole number in [0, 2**31).")
     if on_progress is not None and not callable(on_progress):
         raise ConfigError(f"on_progress is {brief(on_progress)}; give a function.")
-    _check_options(rules, watch, statistics)
-    _rows(model, batch_size, 1, 1)  # refuses a wrong one before any work
+    _check_options(rules, watch, statistics, method)
+    _rows(model, batch_size, 1, 1, method)  # refuses a wrong one before any work
     _check_num_samples(num_samples)
     prefix_length = len(_encode_prefix(model, prefix))
     prepared = [
-        _prepare_numbered(model, index, prompt, each, prefix_length)
+        _prepare_numbered(model, index, prompt, each, prefix_length, method)
         for index, (prompt, each) in enumerate(zip(prompts, configs, strict=True))
     ]
     if not prompts:
@@ -427,8 +513,9 @@ def generate(
     rows = _rows(
         model,
         batch_size,
-        max(each.prompt_length for each in prepared),
+        prefix_length + max(each.prompt_length for each in prepared),
         max(each.response_length for each in prepared),
+        method,
     )
     rows = min(rows, _needed_rows(model, len(prompts) * num_samples))
     answers: list[Answer] = []
@@ -443,12 +530,19 @@ def generate(
             rules=rules,
             statistics=statistics,
             watch=watch,
+            method=method,
+            allow_objective=allow_objective,
             **dataclasses.asdict(Bounds.of((each.layout, each.config) for each in members)),
         ):
             answers.append(answer)
             if on_progress is not None:
                 on_progress(len(answers))
     return Generation.of(answers)
+
+
+def own_settings(model: Model, method: Method) -> DecodeConfig:
+    """The settings of the model's run, of which those about slots mean something to ReFusion alone."""
+    return model.decode if method.name == "refusion" else without_slots(model.decode)
 
 
 def encode_prompt(model: Model, prompt: str | Sequence[int]) -> list[int]:

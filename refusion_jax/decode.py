@@ -24,6 +24,10 @@ has; they need a common file system. Of these devices --data_parallel and --tens
 
 Settings that are not given are those of the run.
 
+--method decodes as another system does that ReFusion is compared with, by default the one that the checkpoint was
+trained for: one token after the other, or by masked or block diffusion. Each takes some of the flags --block_length,
+--steps, --ordering, --threshold, --factor, --cache, --guidance and --unconditional, and none that is about slots.
+
 --compile_for=v6e:2x4 decodes nothing: it compiles for these TPUs, which need not be there, and prints memory,
 arithmetic and traffic of a chip. Of --checkpoint it reads the configuration alone; instead there may be --config, a
 preset. The last line is JSON, and the exit status 1 when it does not fit.
@@ -44,7 +48,7 @@ import jax
 from absl import flags
 
 from refusion_jax import accelerators, answers, command_line
-from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, prepare
+from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, own_settings, prepare
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
 from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, to_dict
@@ -56,6 +60,7 @@ from refusion_jax.file_job import answer_file, response_fields
 from refusion_jax.files import fingerprint, read_lines, writing_out
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.huggingface import local_directory
+from refusion_jax.methods import CHOICES, SLOT_SETTINGS, Method, choose_method, methods_of
 from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.processes import PROCESS_FLAGS, Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
@@ -66,10 +71,13 @@ from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, T
 # What `load` reads of a Hugging Face directory.
 _HUGGING_FACE_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
+# Flags that make a `Method`, besides --method, which is its name.
+METHOD_SETTINGS = tuple(field.name for field in dataclasses.fields(Method) if field.name != "name")
+
 # What prompts and answers need; compiling has neither.
 _NOT_COMPILED = (
     "prompt", "input", "output", "chat", "system", "enable_thinking", "ordered", "trace", "prompt_field", "prefix",
-    "num_samples", "seed", *PROCESS_FLAGS,
+    "num_samples", "seed", "method", "allow_objective", *METHOD_SETTINGS, *PROCESS_FLAGS,
 )  # fmt: skip
 
 
@@ -162,6 +170,16 @@ for _field in dataclasses.fields(DecodeConfig):
     _kind = typing.get_type_hints(DecodeConfig)[_field.name]
     _text = _field.metadata.get("help", "decode setting") + ", separated by commas" * (_kind == tuple[int, ...])
     _DEFINE[_kind](_field.name, None, _text, flag_values=FLAGS)
+for _field in dataclasses.fields(Method):
+    _kind, _flag = typing.get_type_hints(Method)[_field.name], "method" if _field.name == "name" else _field.name
+    _choices = f" ({', '.join(CHOICES[_field.name])})" if _field.name in CHOICES else ""
+    _DEFINE[_kind](_flag, None, _field.metadata["help"] + _choices, flag_values=FLAGS)
+flags.DEFINE_string(
+    "allow_objective",
+    None,
+    "The checkpoint's training objective, or unknown: decodes it by a method for another one.",
+    flag_values=FLAGS,
+)
 
 
 def main(args: flags.FlagValues) -> None:
@@ -250,7 +268,8 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
     types = {"dtype": args.dtype, "quantize": args.quantize, "kv_dtype": args.kv_dtype}
     model = load(args.checkpoint, mesh=mesh, **types)
-    config = dataclasses.replace(model.decode, **_settings(args))
+    method = _method(args, model)
+    config = dataclasses.replace(own_settings(model, method), **_settings(args))
     if args.prefix:
         try:
             encode_prompt(model, args.prefix)
@@ -267,9 +286,9 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
         except ConfigError as error:
             raise ConfigError(f"--system cannot be used: {error}") from error
     if args.prompt is not None:
-        return decode_one(model, args, config, chat)
-    reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, chat, signals)
-    stream = functools.partial(_stream, model, args)
+        return decode_one(model, args, config, chat, method)
+    reader = Reader(model, config, args.seed, args.prompt_field, args.prefix or None, chat, signals, method)
+    stream = functools.partial(_stream, model, args, method)
     if args.input is None:
         if sys.stdin is None:
             raise ConfigError("Standard input is closed; give lines there, or --prompt or --input.")
@@ -277,8 +296,30 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
             target = sys.stdout.buffer
         return decode_lines(reader, sys.stdin.buffer, target, stream)
     targets = {f"--{name}": Path(str(args[name].value)) for name in ("output", "trace") if args[name].present}
-    identity = _identity(args, config)
+    identity = _identity(args, config, method)
     return answer_file(reader, Path(args.input), targets, identity, process, stream, args.num_samples, args.ordered)
+
+
+def _method(args: flags.FlagValues, model: Model) -> Method:
+    """The method among the flags, by default that of the checkpoint's training objective.
+
+    Raises:
+      ConfigError: for flags that do not belong together, or a method that the checkpoint was not trained for.
+    """
+    given: dict[str, Any] = {name: args[name].value for name in METHOD_SETTINGS if args[name].value is not None}
+    try:
+        method = Method(methods_of(model.objective)[0] if args.method is None else args.method, **given)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("method.name", "--method").replace("method.", "--")) from None
+    try:
+        method = choose_method(model.objective, method, args.allow_objective, model.block_lengths)
+    except ConfigError as error:
+        text = str(error).replace("method is", "--method is").replace("method.", "--")
+        raise ConfigError(text.replace("allow_objective", "--allow_objective")) from None
+    for flag in (*SLOT_SETTINGS, "slot_score") if method.name != "refusion" else ():
+        if args[flag].present:
+            raise ConfigError(f"--{flag} is for slots, which the method {method.name!r} does not have; leave it out.")
+    return method
 
 
 def _settings(args: flags.FlagValues) -> dict[str, Any]:
@@ -307,6 +348,7 @@ def _settings(args: flags.FlagValues) -> dict[str, Any]:
 def _stream(
     model: Model,
     args: flags.FlagValues,
+    method: Method,
     requests: Iterable[StreamRequest],
     count: int,
     bounds: Bounds,
@@ -322,16 +364,20 @@ def _stream(
         prefix=args.prefix or None,
         rules=Rules(slot_score=SLOT_SCORES[args.slot_score]),
         statistics=statistics,
+        method=method,
+        allow_objective=args.allow_objective,
         **dataclasses.asdict(bounds),
     )
 
 
-def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig, chat: Chat) -> int:
+def decode_one(model: Model, args: flags.FlagValues, config: DecodeConfig, chat: Chat, method: Method) -> int:
     """Prints the responses to one prompt, and how they were decoded on stderr."""
     prompt = chat.of_text(args.prompt, chat.enable_thinking) if chat.prompts else args.prompt
-    prepared, statistics = prepare(model, prompt, config, args.prefix or None), Statistics()
-    requests, bounds = [StreamRequest(0, prepared, config, args.seed)], Bounds.of([(prepared.layout, config)])
-    for answer in sorted(_stream(model, args, requests, 1, bounds, statistics), key=lambda answer: answer.sample):
+    prepared, statistics = prepare(model, prompt, config, args.prefix or None, method), Statistics()
+    requests, bounds = [StreamRequest(0, prepared, config, args.seed)], Bounds.of([(prepared.layout, prepared.config)])
+    for answer in sorted(
+        _stream(model, args, method, requests, 1, bounds, statistics), key=lambda answer: answer.sample
+    ):
         with writing_out():
             print(answer.text, flush=True)
     per_forward = statistics.tokens / max(statistics.forwards, 1)
@@ -370,14 +416,14 @@ def _answer_line(
 ) -> dict[str, Any]:
     assert isinstance(request.prompt, Prepared)
     # Lengths are rounded up to buckets, so lines of similar lengths share one program.
-    bounds = Bounds.of([(request.prompt.layout, request.config)])
+    bounds = Bounds.of([(request.prompt.layout, request.prompt.config)])
     reader.signals.waiting = True
     samples = sorted(stream([request], 1, bounds, Statistics()), key=lambda answer: answer.sample)
     reader.signals.waiting = False
     return record | response_fields(samples, reader.is_template(record))
 
 
-def _identity(args: flags.FlagValues, config: DecodeConfig) -> dict[str, Any]:
+def _identity(args: flags.FlagValues, config: DecodeConfig, method: Method) -> dict[str, Any]:
     """All that answers depend on besides the input: not how many are decoded at once, nor by how many processes."""
     checkpoint = _checkpoint_directory(args.checkpoint)
     return {
@@ -394,8 +440,17 @@ def _identity(args: flags.FlagValues, config: DecodeConfig) -> dict[str, Any]:
         "dtype": args.dtype,
         "quantize": args.quantize,
         "kv_dtype": args.kv_dtype,
+        **_method_identity(args, method),
         **to_dict(config),
     }
+
+
+def _method_identity(args: flags.FlagValues, method: Method) -> dict[str, Any]:
+    """None of ReFusion's own method, as in what was begun before there were others."""
+    if method.name == "refusion":
+        return dict.fromkeys(("method", *METHOD_SETTINGS, "allow_objective"))
+    settings = {name: getattr(method, name) for name in METHOD_SETTINGS}
+    return {"method": method.name, **settings, "allow_objective": args.allow_objective}
 
 
 def _checkpoint_directory(name: str) -> Path:

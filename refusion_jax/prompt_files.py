@@ -17,6 +17,7 @@ from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
 from refusion_jax.data.chat import shorten
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.files import read_lines
+from refusion_jax.methods import SLOT_SETTINGS, Method
 from refusion_jax.processes import Process, Signals
 from refusion_jax.prompts import Prepared, conversation
 
@@ -93,6 +94,7 @@ class Reader:
     prefix: str | None
     chat: Chat
     signals: Signals
+    method: Method
 
     def lines(
         self, file: BinaryIO, digest: Any = None, wanted: Callable[[int], bool] = lambda _: True
@@ -130,7 +132,7 @@ class Reader:
         record = self._without_stale(record)
         try:
             config, seed = self._config(record)
-            prepared = prepare(self.model, self._prompt(record), config, self.prefix)
+            prepared = prepare(self.model, self._prompt(record), config, self.prefix, self.method)
         except ConfigError as error:
             raise _Refused(str(error), record) from None
         # The first line's index is that of the first prompt of a list.
@@ -184,6 +186,11 @@ class Reader:
         seed = settings.get("seed", self.seed)
         if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
             raise ConfigError(f"decode.seed is {seed!r}; it must be a whole number in [0, 2**31).")
+        for name in SLOT_SETTINGS if self.method.name != "refusion" else ():
+            if name in settings:
+                raise ConfigError(
+                    f"decode.{name} is for slots, which the method {self.method.name!r} does not have; leave it out."
+                )
         changed = {name: value for name, value in settings.items() if name != "seed"}
         return from_dict(DecodeConfig, to_dict(self.config) | changed, "decode"), seed
 

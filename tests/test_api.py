@@ -17,6 +17,7 @@ import refusion_jax as rf
 from refusion_jax import api
 from refusion_jax.config import MeshConfig
 from refusion_jax.data import load_tokenizer
+from refusion_jax.modeling import Visibility
 from refusion_jax.responses import Detokenizer
 from refusion_jax.sharding import AXES, make_mesh
 
@@ -169,6 +170,30 @@ def test_logits_are_those_of_the_module(model):
     expected = model.module.apply({"params": model.params}, jnp.array(tokens), jnp.array(position_ids))
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert not np.allclose(got, rf.logits(model, tokens, [[0, 1, 2, 3]]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("objective", "by_default"),
+    [("", "causal"), ("hybrid", "causal"), ("block_diffusion", "causal"), ("llada", "bidirectional"),
+     ("dream", "bidirectional")],
+)  # fmt: skip
+def test_logits_see_both_sides_where_the_objective_does(objective, by_default, model):
+    tokens, position_ids = jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 1, 2, 3]])
+    both = Visibility(*(jnp.full((1, 4), value) for value in (1, 0, 0)))
+    expected = {
+        "causal": model.module.apply({"params": model.params}, tokens, position_ids),
+        "bidirectional": model.module.apply({"params": model.params}, tokens, position_ids, both),
+    }
+    model = dataclasses.replace(model, objective=objective)
+    np.testing.assert_allclose(rf.logits(model, tokens, position_ids), expected[by_default], atol=1e-5)
+    for visibility, logits in expected.items():
+        np.testing.assert_allclose(rf.logits(model, tokens, position_ids, visibility), logits, atol=1e-5)
+    assert not np.allclose(*expected.values(), atol=1e-3)
+
+
+def test_logits_refuse_another_visibility(model):
+    with pytest.raises(rf.ConfigError, match="visibility is 'left'; it must be 'causal' or 'bidirectional', or left o"):
+        rf.logits(model, [[5]], [[0]], "left")
 
 
 @pytest.mark.parametrize(

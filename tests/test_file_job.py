@@ -17,6 +17,7 @@ from refusion_jax import answers, api, command_line, decode, file_job, processes
 from refusion_jax.config import ConfigError, DecodeConfig, ModelConfig
 from refusion_jax.decoding import Answer
 from refusion_jax.decoding.rules import SLOT_SCORES
+from refusion_jax.methods import Method
 
 
 @pytest.fixture(autouse=True)
@@ -425,11 +426,12 @@ def test_settings_are_flags_over_those_of_the_run(fake_run, stream):
         gen_length=32, slot_size=8, serial_num_blocks=4, redraft=True, temperature=0.5, algorithm="paper",
         stop=("a,b", "c"), token_threshold=0.0, suppress_special=True, suppress_ids=(3, 4), top_k=5,
     )  # fmt: skip
-    rules = stream.keywords.pop("rules")
-    assert rules.slot_score == SLOT_SCORES["margin"]
+    rules, method = stream.keywords.pop("rules"), stream.keywords.pop("method")
+    assert rules.slot_score == SLOT_SCORES["margin"] and method == Method()
     assert stream.keywords == {
         "prompt_length": 3, "response_length": 32, "suppressed": 4, "sampling": True, "infilling": True,
         "batch_size": "auto", "most_requests": 1, "num_samples": 2, "prefix": "Be brief.",
+        "allow_objective": None,
     }  # fmt: skip
 
 

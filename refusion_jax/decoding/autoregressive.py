@@ -1,113 +1,50 @@
-"""Plain left-to-right decoding of a batch: greedy, one token per forward, on the same KV buffer as ReFusion's.
+"""Left-to-right decoding of a batch: one token per forward, on the same KV buffer as ReFusion's.
 
-What ReFusion's decoders are measured against. The logits at a token predict the one after it, so any autoregressive
-model will do, and a ReFusion model is one too.
+The logits at a token predict the one after it, so any autoregressive model will do, and a ReFusion model is one too.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from refusion_jax.config import ConfigError, DecodeConfig
-from refusion_jax.decoding import batching
-from refusion_jax.decoding.kv_cache import commit, empty_cache
-from refusion_jax.decoding.layout import prepare_layout
+from refusion_jax.decoding.kv_cache import empty_cache
+from refusion_jax.decoding.placement import commit_anywhere
+from refusion_jax.decoding.revealing import propose
+from refusion_jax.decoding.rows import Responses, Rows
 from refusion_jax.modeling import KVCache, Transformer, Visibility
 
 
-@dataclasses.dataclass(frozen=True)
-class Continuation:
-    """One list entry per prompt, in input order.
-
-    Attributes:
-      tokens: response token IDs up to and including the first EOS; as many forwards made them.
-      finish_reason: "eos" or "length".
-    """
-
-    tokens: list[list[int]]
-    finish_reason: list[str]
-
-
 class State(flax.struct.PyTreeNode):
-    """The loop's carry. `capacity` is the longest response there is room for.
+    """The loop's carry.
 
     Attributes:
-      tokens: (batch, capacity) int32, the response so far, zeros after it.
-      counts: (batch,) int32, its length.
-      lengths: (batch,) int32, the length at which a row stops; 0 for a row that only fills the batch up.
+      responses: the tokens so far; as many forwards made them.
       last: (batch,) int32, the newest token: the next forward takes it in, and only then is it in the buffer.
       ended: (batch,) bool, whether an EOS came.
       cache: the KV buffer, which holds everything before `last`.
     """
 
-    tokens: jax.Array
-    counts: jax.Array
-    lengths: jax.Array
+    responses: Responses
     last: jax.Array
     ended: jax.Array
     cache: KVCache
 
-    @property
-    def running(self) -> jax.Array:
-        """(batch,) bool, the rows that want another token."""
-        return ~self.ended & (self.counts < self.lengths)
 
+def decode_left_to_right(module: Transformer, params: Any, rows: Rows, capacity: int, sampling: bool) -> Responses:
+    """Continues prompts, each until its first EOS or its own length.
 
-def decode_autoregressive(
-    module: Transformer,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    lengths: int | Sequence[int],
-    batch_size: int = 32,
-) -> Continuation:
-    """Continues token prompts of any number and lengths, each until its first EOS or its own length.
+    A row that samples keeps the noise of each position, whatever the order of decoding.
 
     Args:
       module, params: the model.
-      prompts: token IDs.
-      lengths: the most tokens to respond with, for all prompts or one per prompt.
-      batch_size: rows decoded at once.
-
-    Raises:
-      ConfigError: naming the first prompt that cannot be continued.
+      rows: prompts and settings.
+      capacity: the longest response to make room for.
+      sampling: whether any row may have a temperature.
     """
-    limits = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(prompts)
-    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        try:
-            config = DecodeConfig(gen_length=limit, slot_size=1)
-            prepare_layout(prompt, config, module.config)
-        except ConfigError as error:
-            raise ConfigError(f"Prompt {index}: {error}") from error
-    result = Continuation([], [])
-    for start in range(0, len(prompts), batch_size):
-        rows = slice(start, start + batch_size)
-        state = decode_loop(module, params, prefill(module, params, *make_batch(module, prompts[rows], limits[rows])))
-        tokens, counts, ended = jax.device_get((state.tokens, state.counts, state.ended))
-        for row in range(len(prompts[rows])):
-            result.tokens.append(tokens[row, : counts[row]].tolist())
-            result.finish_reason.append("eos" if ended[row] else "length")
-    return result
-
-
-def make_batch(
-    module: Transformer, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Lays prompts out in the same buckets as ReFusion's decoders do; returns what `prefill` takes."""
-    batch = batching.bucket(len(prompts), 1)
-    prompt_length = batching.bucket(max(map(len, prompts)), batching.MIN_PROMPT_BUCKET)
-    tokens = np.full((batch, prompt_length), module.config.pad_token_id, np.int32)
-    prompt_lengths, limits = np.zeros((2, batch), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        prompt_lengths[row] = len(prompt)
-    limits[: len(prompts)] = lengths
-    return tokens, prompt_lengths, limits, batching.bucket(max(lengths), batching.MIN_RESPONSE_BUCKET)
+    return decode_loop(module, params, rows, prefill(module, params, rows, capacity), sampling).responses
 
 
 def encode_causal(
@@ -119,63 +56,75 @@ def encode_causal(
     return module.apply({"params": params}, tokens, position_ids, visibility, caches, True, method="encode")
 
 
-@functools.partial(jax.jit, static_argnames=("module", "capacity"))
-def prefill(
-    module: Transformer,
-    params: Any,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
-    lengths: jax.Array,
-    capacity: int,
-) -> State:
-    """Computes the prompts' KV and the state a decode starts from.
-
-    All of a prompt but its last token: the first of the response comes from the loop, like any other.
+def prompt_cache(module: Transformer, params: Any, prompts: jax.Array, lengths: jax.Array, capacity: int) -> KVCache:
+    """A buffer with the KV of the first `lengths` tokens of each prompt, and with room for `capacity` more.
 
     Args:
       module, params: the model.
-      prompts: (batch, prompt_length) int32, padded at the end. prompt_lengths: (batch,) int32.
-      lengths: (batch,) int32, the most tokens each row responds with.
-      capacity: the longest response to make room for.
+      prompts: (batch, prompt_length) int32. lengths: (batch,) int32.
     """
-    batch, prompt_length = prompts.shape
-    position_ids = jnp.broadcast_to(jnp.arange(prompt_length, dtype=jnp.int32), prompts.shape)
+    position_ids = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     _, kv = encode_causal(module, params, prompts, position_ids, None)
-    before_last = jnp.maximum(prompt_lengths - 1, 0)
+    return commit_anywhere(empty_cache(module.config, prompts.shape[0], prompts.shape[1] + capacity), kv, lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("module", "capacity"))
+def prefill(module: Transformer, params: Any, rows: Rows, capacity: int) -> State:
+    """Computes the prompts' KV and the state a decode starts from; `capacity` is the longest response.
+
+    All of a prompt but its last token: the first of the response comes from the loop, like any other.
+    """
+    batch = len(rows.lengths)
+    before_last = jnp.maximum(rows.prompt_lengths - 1, 0)
     return State(
-        tokens=jnp.zeros((batch, capacity), jnp.int32),
-        counts=jnp.zeros(batch, jnp.int32),
-        lengths=lengths,
-        last=jnp.take_along_axis(prompts, before_last[:, None], axis=1)[:, 0],
+        responses=Responses.none(batch, capacity, module.config.pad_token_id),
+        last=jnp.take_along_axis(rows.prompts, before_last[:, None], axis=1)[:, 0],
         ended=jnp.zeros(batch, jnp.bool_),
-        cache=commit(empty_cache(module.config, batch, prompt_length + capacity), kv, before_last),
+        cache=prompt_cache(module, params, rows.prompts, before_last, capacity),
     )
 
 
-@functools.partial(jax.jit, static_argnames="module", donate_argnames="state")
-def decode_loop(module: Transformer, params: Any, state: State) -> State:
+@functools.partial(jax.jit, static_argnames=("module", "sampling"), donate_argnames="state")
+def decode_loop(module: Transformer, params: Any, rows: Rows, state: State, sampling: bool) -> State:
     """Decodes until every row is finished: one `while_loop`, no transfer to the host.
 
     Args:
       module, params: the model.
+      rows: prompts and settings.
       state: from `prefill`; its buffers are donated.
+      sampling: whether any row may have a temperature.
     """
-    step = functools.partial(_step, module, params)
-    return jax.lax.while_loop(lambda state: jnp.any(state.running), step, state)
+
+    def running(state: State) -> jax.Array:
+        return ~state.ended & (state.responses.forwards < rows.lengths)
+
+    def step(state: State) -> State:
+        return _step(module, params, rows, state, running(state), sampling)
+
+    return jax.lax.while_loop(lambda state: jnp.any(running(state)), step, state)
 
 
-def _step(module: Transformer, params: Any, state: State) -> State:
-    """One forward, one more token for every unfinished row."""
-    batch, capacity = state.tokens.shape
-    running = state.running
-    hidden, kv = encode_causal(module, params, state.last[:, None], state.cache.lengths[:, None], state.cache)
+def _step(module: Transformer, params: Any, rows: Rows, state: State, running: jax.Array, sampling: bool) -> State:
+    """One forward, one more token for every row that is `running`."""
+    found, positions = state.responses, state.cache.lengths[:, None]
+    batch, capacity = found.tokens.shape
+    hidden, kv = encode_causal(module, params, state.last[:, None], positions, state.cache)
     logits = module.apply({"params": params}, hidden, method="unembed")
-    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    at = jnp.where(running, state.counts, capacity)
-    return state.replace(
-        tokens=state.tokens.at[jnp.arange(batch), at].set(choice, mode="drop"),
-        counts=state.counts + running,
+    same_draw = jnp.zeros(batch, jnp.int32)
+    proposal = propose(logits[:, None], rows, positions + 1, same_draw, "confidence", sampling)
+    choice, at = proposal.choice[:, 0], (jnp.arange(batch), jnp.where(running, found.forwards, capacity))
+    is_eos = jnp.any(choice[:, None] == rows.eos_ids, axis=1)
+    return State(
+        responses=Responses(
+            tokens=found.tokens.at[at].set(choice, mode="drop"),
+            committed=found.committed.at[at].set(True, mode="drop"),
+            probabilities=found.probabilities.at[at].set(proposal.probability[:, 0], mode="drop"),
+            commit_forwards=found.commit_forwards.at[at].set(found.forwards, mode="drop"),
+            forwards=found.forwards + running,
+            positions=found.positions + running,
+            cached=found.cached + jnp.where(running, state.cache.lengths, 0),
+        ),
         last=jnp.where(running, choice, state.last),
-        ended=state.ended | (running & jnp.isin(choice, jnp.array(module.config.eos_token_ids))),
-        cache=commit(state.cache, kv, running.astype(jnp.int32)),
+        ended=state.ended | (running & is_eos),
+        cache=commit_anywhere(state.cache, kv, running.astype(jnp.int32)),
     )

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -75,7 +74,7 @@ def query_shapes(rows: int, capacity: int, shares: int = 1) -> tuple[tuple[int, 
     return tuple(sorted(shapes))
 
 
-def _beside(params: Any, arrays: Any) -> Any:
+def beside(params: Any, arrays: Any) -> Any:
     """Puts arrays where the parameters are, if these are bound to devices: what is computed of both will be, too.
 
     Otherwise the first results would differ in this from what they were computed of, and compile everything again.
@@ -225,14 +224,14 @@ class Stream:
         self._jobs: list[Job | None] = [None] * rows
         self._waiting: collections.deque[Job] = collections.deque()
         self._reasons: dict[tuple[int, int], str] = {}
-        with self._timed("prefill_seconds"):
+        with self.statistics.timed("prefill_seconds"):
             self._prefix = self._prefill_prefix(prefix) if len(prefix) else None
             self._offset = len(prefix)
             request = jax.device_put(self._lay_out([], rows))
             with self._on_mesh():
                 state = empty_state(self._program, rows, self._capacity, sizes.buffer_length)
             if mesh is None:
-                self._request, self._state = _beside(params, (request, state))
+                self._request, self._state = beside(params, (request, state))
             else:
                 self._request, self._state = jax.device_put(request, replicated(mesh)), state
 
@@ -291,7 +290,7 @@ class Stream:
           the answers that were finished.
         """
         answers = self._drop_waiting()
-        with self._timed("prefill_seconds"):
+        with self.statistics.timed("prefill_seconds"):
             while self._waiting and None in self._jobs:
                 self._admit()
             cancelled = np.array([job is not None and job.name in self._reasons for job in self._jobs])
@@ -303,7 +302,7 @@ class Stream:
         occupied = sum(job is not None for job in self._jobs)
         # Free rows are useful only while jobs wait for them; at the end, answers should not wait for the slowest row.
         batch = self._admission if self._waiting else max(self._admission, occupied // 4)
-        with self._timed("decode_seconds"):
+        with self.statistics.timed("decode_seconds"):
             limits = np.int32(max(1, occupied - batch + 1)), np.int32(most_iterations)
             with self._on_mesh():
                 self._state, work = decode_loop(
@@ -412,27 +411,6 @@ class Stream:
         with self._on_mesh():
             return prefill_prefix(self._program.module, self._params, tokens, length, split=split)
 
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to the statistics, compiling apart."""
-        compiling = 0.0
-
-        def listen(event: str, duration_secs: float, **_: Any) -> None:
-            nonlocal compiling
-            if event.startswith("/jax/core/compile/"):
-                compiling += duration_secs
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-            passed = time.perf_counter() - start
-            self.statistics.seconds += passed
-            self.statistics.compile_seconds += compiling
-            setattr(self.statistics, name, getattr(self.statistics, name) + max(0.0, passed - compiling))
-
 
 def _blank_row(capacity: int) -> Row:
     zeros = np.zeros(capacity, np.int32)
@@ -477,17 +455,9 @@ def make_request(
     lengths = per_row([job.layout.response_length for job in jobs], np.int32)
     offsets: Any = np.arange(capacity, dtype=np.int32)
     slot_starts = per_offset([job.layout.slot_starts for job in jobs])
-    keys: Any = np.zeros((rows, 2), np.uint32)
-    if any(config.temperature > 0 for config in configs):
-        keys = random_keys(
-            per_row([job.seed for job in jobs], np.uint32),
-            per_row([job.index for job in jobs], np.uint32),
-            per_row([job.sample for job in jobs], np.uint32),
-        )
-    never: Any = np.full((rows, suppressed), model.vocab_size, np.int32)
-    for row, config in zip(never, configs, strict=False):
-        ids = suppressed_ids(config, model)
-        row[: len(ids)] = ids
+    keys: Any = (
+        row_keys(jobs, rows) if any(config.temperature > 0 for config in configs) else np.zeros((rows, 2), np.uint32)
+    )
     return Request(
         position_ids=offset + per_offset([job.layout.position_ids for job in jobs]),
         slot_starts=slot_starts,
@@ -500,12 +470,34 @@ def make_request(
         token_thresholds=per_row([c.token_threshold for c in configs], np.float32),
         carry_thresholds=per_row([c.carry_threshold for c in configs], np.float32),
         temperatures=per_row([c.temperature for c in configs], np.float32),
-        top_ks=per_row([c.top_k if 0 < c.top_k < model.vocab_size else model.vocab_size for c in configs], np.int32),
+        top_ks=per_row([limit_of(c, model) for c in configs], np.int32),
         top_ps=per_row([c.top_p for c in configs], np.float32, 1),
         keys=keys,
         eos_ids=per_row([model.eos_token_ids] * len(jobs), np.int32, model.eos_token_ids),
-        suppressed_ids=never,
+        suppressed_ids=suppressed_table(configs, rows, suppressed, model),
     )
+
+
+def row_keys(jobs: Sequence[Job], rows: int) -> Any:
+    """(rows, 2) uint32 key data of each row, those of jobs first."""
+    names = np.zeros((3, rows), np.uint32)
+    for row, job in enumerate(jobs):
+        names[:, row] = job.seed, *job.name
+    return random_keys(*names)
+
+
+def limit_of(config: DecodeConfig, model: ModelConfig) -> int:
+    """The `top_k` of a row; the vocabulary's size where all of it counts."""
+    return config.top_k if 0 < config.top_k < model.vocab_size else model.vocab_size
+
+
+def suppressed_table(configs: Sequence[DecodeConfig], rows: int, count: int, model: ModelConfig) -> Any:
+    """(rows, count) int32, the suppressed IDs of each row; the vocabulary's size stands for none."""
+    table: Any = np.full((rows, count), model.vocab_size, np.int32)
+    for row, config in zip(table, configs, strict=False):
+        ids = suppressed_ids(config, model)
+        row[: len(ids)] = ids
+    return table
 
 
 def group_by_length(lengths: Sequence[int], rows: int) -> list[list[int]]:

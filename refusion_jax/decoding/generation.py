@@ -1,9 +1,12 @@
 """What a decode gives back."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from refusion_jax.config import DecodeConfig
@@ -93,6 +96,9 @@ class Statistics:
         prompts and decode_seconds in the decode loop, both without compiling.
       iterations: forwards of the whole batch. row_forwards: rows times iterations.
       positions, needed_positions: query positions computed, and those of them that some row needed.
+      cached: keys that queries of one row read from its buffer, summed over forwards.
+    Of methods other than "refusion" the positions computed are not known, and those needed stand for them; its own
+    decoder does not count `cached`.
     """
 
     prompts: int = 0
@@ -106,6 +112,28 @@ class Statistics:
     row_forwards: int = 0
     positions: int = 0
     needed_positions: int = 0
+    cached: int = 0
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to the field `name` and to all, compiling apart."""
+        compiling = 0.0
+
+        def listen(event: str, duration_secs: float, **_: Any) -> None:
+            nonlocal compiling
+            if event.startswith("/jax/core/compile/"):
+                compiling += duration_secs
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+            passed = time.perf_counter() - start
+            self.seconds += passed
+            self.compile_seconds += compiling
+            setattr(self, name, getattr(self, name) + max(0.0, passed - compiling))
 
 
 @dataclasses.dataclass(frozen=True)

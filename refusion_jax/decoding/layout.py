@@ -64,6 +64,16 @@ class Layout:
         """Holes to fill; a plain prompt has one."""
         return int(self.holes[-1]) + 1 if self.response_length else 0
 
+    def behind(self, prefix: Sequence[int]) -> "Layout":
+        """The layout of the same request with more fixed text before it."""
+        own = np.arange(len(prefix))
+        return dataclasses.replace(
+            self,
+            tokens=np.concatenate([prefix, self.tokens]).astype(np.int32),
+            token_position_ids=np.concatenate([own, len(prefix) + self.token_position_ids]).astype(np.int32),
+            position_ids=len(prefix) + self.position_ids,
+        )
+
     def by_hole(self, offsets: np.ndarray) -> list[np.ndarray]:
         """Cuts ascending `offsets` into those of each hole."""
         return [offsets[self.holes[offsets] == hole] for hole in range(self.num_holes)]

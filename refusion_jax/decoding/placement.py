@@ -48,6 +48,12 @@ def commit_own(cache: KVCache, kv: tuple[jax.Array, jax.Array], counts: jax.Arra
     return jax.shard_map(commit, in_specs=inputs, out_specs=specs, check_vma=False)(cache, kv, counts)
 
 
+def commit_anywhere(cache: KVCache, kv: tuple[jax.Array, jax.Array], counts: jax.Array) -> KVCache:
+    """`commit_own` on a mesh, `commit` where there is none."""
+    write = commit if jax.sharding.get_abstract_mesh().empty else commit_own
+    return write(cache, kv, counts)
+
+
 def write_own_prompts(cache: KVCache, kv: tuple[jax.Array, jax.Array], rows: jax.Array, lengths: jax.Array) -> KVCache:
     """`write_prompts`, each device to the rows and heads that it has.
 

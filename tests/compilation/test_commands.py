@@ -107,7 +107,7 @@ READ = {
 def test_every_flag_is_read_by_compiling_or_refused_beside_it(command, run):
     for name in set(command.FLAGS) - READ:
         flag = command.FLAGS[name]
-        value = {"bool": "true", "int": "1"}.get(flag.flag_type(), "a")
+        value = {"bool": "true", "int": "1", "float": "1"}.get(flag.flag_type(), "a")
         status, _, err = run(command, "--config=demo", f"--{name}={value}", "--compile_for=v5e:2x2")
         assert status == 2 and f"does not read --{name};" in err
 

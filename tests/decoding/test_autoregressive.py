@@ -1,139 +1,122 @@
 """Left-to-right decoding against a plain loop that recomputes the whole sequence for every token."""
 
-import functools
+import dataclasses
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from reference_decoders import NumpyQwen3
+from random_models import TIED, UNTIED, noise_table, random_model
+from reference_decoders import softmax
 
-from refusion_jax.config import ConfigError, ModelConfig
-from refusion_jax.decoding import autoregressive, batching
-from refusion_jax.decoding.autoregressive import decode_autoregressive
-from refusion_jax.huggingface import LAYER_PARAM_PATHS, PARAM_PATHS
-from refusion_jax.modeling import Transformer
+from refusion_jax.config import DecodeConfig
+from refusion_jax.decoding import Job
+from refusion_jax.decoding.autoregressive import decode_left_to_right
+from refusion_jax.decoding.batching import row_keys
+from refusion_jax.decoding.layout import prepare_layout
+from refusion_jax.decoding.method_rows import make_rows
+from refusion_jax.methods import Method
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "small_buckets")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-PROMPT_LENGTH, CAPACITY, ROWS = 8, 16, 8
+PROMPT_LENGTH, CAPACITY, ROWS, SUPPRESSED = 8, 16, 8, 4
 MARGIN = 1e-4  # closer decisions may fall differently in two float32 programs
-# With several EOS IDs in a small vocabulary an EOS is met now and then.
-UNTIED = ModelConfig(
-    vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_ids=(5, 9), mask_token_id=15,
-)  # fmt: skip
-TIED = ModelConfig(
-    vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, eos_token_ids=(3, 7),
-)  # fmt: skip
 MODELS = {"untied": UNTIED, "tied": TIED}
+GREEDY = DecodeConfig(slot_size=1)
+SETTINGS = {
+    "greedy": GREEDY,
+    "sampled": dataclasses.replace(GREEDY, temperature=0.8),
+    "filtered": dataclasses.replace(GREEDY, temperature=1.5, top_k=5, top_p=0.8, suppress_ids=(2, 4)),
+}
 
 
-@pytest.fixture(scope="module")
-def small_buckets():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "MIN_RESPONSE_BUCKET", CAPACITY)
-        patch.setattr(batching, "MIN_PROMPT_BUCKET", PROMPT_LENGTH)
-        yield
+def random_jobs(rng, config, model, count):
+    jobs = []
+    for index in range(count):
+        prompt = rng.integers(model.vocab_size, size=rng.integers(1, PROMPT_LENGTH, endpoint=True)).tolist()
+        own = dataclasses.replace(config, gen_length=int(rng.integers(1, CAPACITY, endpoint=True)))
+        jobs.append(Job(index, 0, prepare_layout(prompt, own, model), own, seed=3))
+    return jobs
 
 
-@functools.cache
-def random_model(name, seed):
-    """The same random weights as this package's parameters and under Hugging Face's names."""
-    config, rng = MODELS[name], np.random.default_rng(seed)
-    ones = np.ones((1, 1), np.int32)
-    shapes = nn.meta.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), ones, ones)["params"])
-    params = jax.tree.map(lambda leaf: rng.normal(0, 0.4, leaf.shape).astype(np.float32), shapes)
-    tensors = {}
-    for hf_name, path in PARAM_PATHS.items():
-        if path[0] in params:
-            tensors[hf_name if path[0] == "lm_head" else f"model.{hf_name}"] = _tensor(params, path)
-    for hf_name, path in LAYER_PARAM_PATHS.items():
-        for layer, weights in enumerate(_tensor(params, ("layers", *path))):
-            tensors[f"model.layers.{layer}.{hf_name}"] = weights
-    fields = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
-    shape = {field: getattr(config, field) for field in (*fields, "num_hidden_layers", "tie_word_embeddings")}
-    return Transformer(config), params, NumpyQwen3(shape, tensors)
+def decode(name, seed, jobs, rows=ROWS, sampling=True):
+    module, params, _ = random_model(MODELS[name], seed)
+    asked = make_rows(jobs, rows, PROMPT_LENGTH, SUPPRESSED, Method("autoregressive"), module.config)
+    return jax.device_get(decode_left_to_right(module, params, asked, CAPACITY, sampling))
 
 
-def _tensor(params, path):
-    leaf = functools.reduce(lambda tree, key: tree[key], path, params)
-    return leaf.swapaxes(-1, -2) if path[-1] == "kernel" else leaf
-
-
-def plain_decode(model, prompt, length, eos_ids):
-    """Returns the response and the smallest distance of any choice from the next best."""
-    tokens, margin = list(prompt), np.inf
-    while len(tokens) < len(prompt) + length:
-        causal = np.tri(len(tokens), dtype=bool)
-        logits = model.forward(tokens, np.arange(len(tokens)), causal)[-1]
-        second, first = np.sort(logits)[-2:]
+def plain_decode(model, eos_ids, job, noise):
+    """The response, its probabilities, and the smallest distance of any choice from the next best."""
+    tokens, probabilities, margin, config = job.layout.tokens.tolist(), [], np.inf, job.config
+    while len(probabilities) < job.layout.response_length:
+        logits = model.forward(tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))[-1]
+        scores = filtered(logits, config) + np.float32(config.temperature) * noise[0, len(tokens)]
+        second, first = np.sort(scores)[-2:]
         margin = min(margin, first - second)
-        tokens.append(int(logits.argmax()))
+        tokens.append(int(scores.argmax()))
+        probabilities.append(softmax(logits)[tokens[-1]])
         if tokens[-1] in eos_ids:
             break
-    return tokens[len(prompt) :], margin
+    return tokens[-len(probabilities) :], probabilities, margin
 
 
-def random_requests(rng, config, count):
-    sizes = rng.integers(1, PROMPT_LENGTH, size=count, endpoint=True)
-    lengths = rng.integers(1, CAPACITY, size=count, endpoint=True).tolist()
-    return [rng.integers(config.vocab_size, size=size).tolist() for size in sizes], lengths
+def filtered(logits, config):
+    """Without the suppressed tokens, all but the `top_k`, and of these all but the nucleus."""
+    scores = logits.copy()
+    scores[list(config.suppress_ids)] = -np.inf
+    if config.temperature > 0:
+        best_first = np.argsort(-scores)[: config.top_k if config.top_k > 0 else None]
+        mass = softmax(scores / config.temperature)[best_first]
+        kept = best_first[: np.searchsorted(np.cumsum(mass) / mass.sum(), config.top_p) + 1]
+        scores[np.setdiff1d(np.arange(len(scores)), kept)] = -np.inf
+    return scores
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_models(name, seed):
-    module, params, model = random_model(name, seed)
-    eos_ids = module.config.eos_token_ids
-    prompts, lengths = random_requests(np.random.default_rng(seed), module.config, 2 * ROWS - 3)
-    result = decode_autoregressive(module, params, prompts, lengths, batch_size=ROWS)
-    assert len(result.tokens) == len(result.finish_reason) == len(prompts)
-    compared, reasons = 0, set()
-    for prompt, length, tokens, reason in zip(prompts, lengths, result.tokens, result.finish_reason, strict=True):
-        expected, margin = plain_decode(model, prompt, length, eos_ids)
-        if margin < MARGIN:
-            continue
-        compared += 1
-        reasons.add(reason)
-        assert tokens == expected
-        assert reason == ("eos" if expected[-1] in eos_ids else "length")
+def test_random_models(name, settings):
+    compared, ends = 0, set()
+    for seed in range(2):
+        _, _, model = random_model(MODELS[name], seed)
+        eos_ids = MODELS[name].eos_token_ids
+        jobs = random_jobs(np.random.default_rng(seed), SETTINGS[settings], MODELS[name], ROWS - 1)
+        found = decode(name, seed, jobs, sampling=settings != "greedy")
+        for row, job in enumerate(jobs):
+            noise = noise_table(np.asarray(row_keys([job], 1))[0], 1, 64, MODELS[name].vocab_size)
+            tokens, probabilities, margin = plain_decode(model, eos_ids, job, noise)
+            if margin < MARGIN:
+                continue
+            compared += 1
+            ends.add(tokens[-1] in eos_ids)
+            count = len(tokens)
+            assert found.tokens[row, :count].tolist() == tokens
+            assert found.committed[row].tolist() == [True] * count + [False] * (CAPACITY - count)
+            np.testing.assert_allclose(found.probabilities[row, :count], probabilities, rtol=1e-3, atol=1e-6)
+            assert found.commit_forwards[row, :count].tolist() == list(range(count))
+            # Each forward takes in one token, and reads all before it from the buffer.
+            assert found.forwards[row] == found.positions[row] == count
+            first = job.layout.prompt_length - 1
+            assert found.cached[row] == sum(range(first, first + count))
     # The cases reach what they are for.
-    assert compared >= 0.8 * len(prompts) and reasons == {"eos", "length"}
+    assert compared >= 10 and ends == {False, True}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_a_response_does_not_depend_on_its_batch(batch_size):
-    module, params, _ = random_model("untied", 0)
-    prompts, lengths = random_requests(np.random.default_rng(7), module.config, 2 * ROWS - 3)
-    expected = decode_autoregressive(module, params, prompts, lengths, batch_size=ROWS)
-    assert decode_autoregressive(module, params, prompts, lengths, batch_size=batch_size) == expected
+def test_a_row_does_not_depend_on_the_others():
+    jobs = random_jobs(np.random.default_rng(7), SETTINGS["sampled"], UNTIED, ROWS)
+    together = decode("untied", 0, jobs)
+    for row in (0, ROWS - 1):
+        alone = decode("untied", 0, jobs[row : row + 1], rows=1)
+        jax.tree.map(lambda one, all_rows, row=row: np.testing.assert_allclose(one[0], all_rows[row], rtol=1e-4),
+                     alone, together)  # fmt: skip
 
 
-def test_one_length_for_all_prompts():
-    module, params, _ = random_model("untied", 0)
-    prompts, _ = random_requests(np.random.default_rng(3), module.config, 3)
-    result = decode_autoregressive(module, params, prompts, 4)
-    assert result == decode_autoregressive(module, params, prompts, [4, 4, 4])
-    assert decode_autoregressive(module, params, [], 4) == autoregressive.Continuation([], [])
+def test_rows_that_fill_a_batch_up_do_nothing():
+    found = decode("tied", 0, random_jobs(np.random.default_rng(1), GREEDY, TIED, 2))
+    assert not found.committed[2:].any() and not found.forwards[2:].any() and not found.cached[2:].any()
 
 
-def test_buckets_compile_once(count_compilations):
-    module, params, _ = random_model("tied", 0)
+def test_settings_compile_nothing(count_compilations):
+    jobs = random_jobs(np.random.default_rng(1), SETTINGS["filtered"], TIED, ROWS)
+    decode("tied", 0, jobs)
     with count_compilations() as names:
-        for size, length in ((3, 9), (PROMPT_LENGTH, CAPACITY), (1, 1)):
-            decode_autoregressive(module, params, [[4] * size] * 4, length)
-        # Beyond the smallest bucket: a longer buffer, another compilation.
-        decode_autoregressive(module, params, [[4] * (PROMPT_LENGTH + 1)] * 4, CAPACITY + 1)
-    assert names.count("jit(decode_loop)") == names.count("jit(prefill)") == 2
-
-
-@pytest.mark.parametrize(
-    ("prompt", "length", "message"),
-    [([], 4, "empty"), ([99], 4, "vocabulary"), ([1] * 62, 4, "maximum of 64"), ([1], 0, "gen_length")],
-)
-def test_unusable_prompts_are_named(prompt, length, message):
-    module, params, _ = random_model("tied", 0)
-    with pytest.raises(ConfigError, match=f"Prompt 1: .*{message}"):
-        decode_autoregressive(module, params, [[1], prompt], [4, length])
+        decode("tied", 1, random_jobs(np.random.default_rng(2), SETTINGS["sampled"], TIED, 3))
+    assert "jit(decode_loop)" not in names and "jit(prefill)" not in names

@@ -1,5 +1,7 @@
 """Where a request's tokens stand: holes, slots and blocks against their definitions, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -154,3 +156,13 @@ def test_what_a_model_cannot_decode_is_refused():
     )
     prepare_layout([5] * 44, settings(), MODEL)
     prepare_layout([[5] * 10, Hole(10)], settings(), MODEL, 28)
+
+
+def test_a_layout_behind_more_text():
+    config = DecodeConfig(gen_length=4, slot_size=2)
+    moved, whole = lay_out([7, 8], config).behind([5, 6, 9]), lay_out([5, 6, 9, 7, 8], config)
+    for field in dataclasses.fields(whole):
+        ours, expected = getattr(moved, field.name), getattr(whole, field.name)
+        np.testing.assert_array_equal(ours, expected)
+        assert ours.dtype == expected.dtype
+    assert lay_out([7], config).behind([]).position_ids.tolist() == [1, 2, 3, 4]

@@ -68,6 +68,19 @@ def test_a_trained_model_leaves_for_transformers(tiny_run, tmp_path):
     assert tokenizer.eos_token_id == model.tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama3"])
+def test_left_to_right_decoding(name, tmp_path):
+    """Token for token what `generate` makes greedily, of prompts of several lengths in one batch."""
+    theirs = reference.make_model(name)
+    reference.save_model(theirs, tmp_path, 1)
+    model = rf.load(tmp_path)
+    prompts = [np.random.default_rng(n).integers(5, model.config.vocab_size, n).tolist() for n in (1, 4, 9)]
+    config = rf.DecodeConfig(gen_length=24)
+    found = rf.generate(model, prompts, config, method=rf.Method("autoregressive"))
+    expected = [reference.generate_greedily(theirs, prompt, 24, model.config.eos_token_ids) for prompt in prompts]
+    assert found.tokens == expected and len({token for tokens in expected for token in tokens}) > 5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3-yarn", "qwen3-tied", "llama3", "llama-bias", "qwen2"])
 def test_there_and_back(name, dtype, tmp_path):

@@ -100,6 +100,16 @@ def compute_logits(model, tokens, position_ids):
         return model(**inputs, attention_mask=mask, use_cache=False).logits.numpy()
 
 
+def generate_greedily(model, prompt, length, eos_token_ids):
+    """The tokens that follow a prompt, up to and including the first EOS or so many."""
+    import torch
+
+    tokens = torch.tensor([prompt])
+    mask = torch.ones_like(tokens)
+    ends = {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0], "max_new_tokens": length}
+    return model.generate(tokens, attention_mask=mask, do_sample=False, **ends)[0, len(prompt) :].tolist()
+
+
 def draw_inputs(config, seed=0, batch=2, length=24):
     """Tokens and position IDs: sorted ones, and ones drawn from all positions in any order."""
     rng = np.random.default_rng(seed)
