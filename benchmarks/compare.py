@@ -1,0 +1,270 @@
+"""Trains ReFusion and the systems it is compared with alike, and puts the paper's claims to the test.
+
+    python benchmarks/compare.py                      # all cells, one after another; the same command goes on
+    python benchmarks/compare.py --list               # what is finished, and how long it took
+    python benchmarks/compare.py --preset=gpu         # one seed of a larger model, without ablations
+
+Everything is made of cells in --workdir: a training run, a search of settings, a decode of the test prompts. Several
+processes may work on them at once (`taskset -c 0 python benchmarks/compare.py & taskset -c 1 python ...`). When all are
+finished, the table is printed, and written to --output with pictures beside it in --pictures.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
+
+import refusion_jax as rf
+from benchmarks import common, compare_report
+from benchmarks.compare_ablations import ablation_settings, curve_settings
+from benchmarks.compare_cells import Cell, Cells, define_flags
+from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, outcome
+from benchmarks.compare_dependence import dependence_by_distance
+from benchmarks.compare_mechanisms import mechanisms
+from benchmarks.compare_systems import ABLATIONS, PRESETS, TRAINING, Preset, base_config, gsm8k_config, system_config
+from refusion_jax import command_line
+from refusion_jax.config import Config, ConfigError, to_dict
+from refusion_jax.data import Example
+from refusion_jax.data.synthetic import held_out_examples
+from refusion_jax.files import write_json
+from refusion_jax.host_memory import keep_freed_memory
+from refusion_jax.training.loop import SUMMARY_NAME, train
+from refusion_jax.training.metrics import read_metrics
+
+RUN_NAME = "run"
+ALONE = 24  # test prompts that are decoded one by one, for the time of a single response
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_enum("preset", "cpu", list(PRESETS), "How much of everything.", flag_values=FLAGS)
+flags.DEFINE_string("output", None, "Result to write; by default in benchmarks/results.", flag_values=FLAGS)
+flags.DEFINE_string("pictures", None, "Directory for pictures; none by default.", flag_values=FLAGS)
+flags.DEFINE_string(
+    "gsm8k", "../shared/data/gsm8k/train.jsonl", "GSM8K's training problems; empty leaves them out.", flag_values=FLAGS
+)
+define_flags(FLAGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All cells of a preset.
+
+    Attributes:
+      preset: how much of everything.
+      workdir: where they are.
+      gsm8k: file of GSM8K's training problems; "" for none.
+    """
+
+    preset: Preset
+    workdir: Path
+    gsm8k: str
+
+    @functools.cached_property
+    def seeds(self) -> range:
+        """Numbers of the repetitions."""
+        return range(self.preset.seeds)
+
+    @functools.cached_property
+    def examples(self) -> tuple[list[Example], list[Example]]:
+        """Held-out examples to choose settings on, and those that count; the same for all seeds."""
+        config, count = base_config(self.preset, 0), self.preset.validation + self.preset.test
+        drawn = held_out_examples(0, count, config.data.synthetic_tasks)
+        return drawn[: self.preset.validation], drawn[self.preset.validation :]
+
+    # ---- training ----
+
+    def run_directory(self, name: str) -> Path:
+        """Where a trained model is."""
+        return self.workdir / "train" / name / RUN_NAME
+
+    @functools.cached_property
+    def bases(self) -> list[Cell]:
+        """The first weights of each seed."""
+        return [_training(f"base_{seed}", base_config(self.preset, seed)) for seed in self.seeds]
+
+    @functools.cached_property
+    def trained(self) -> dict[tuple[str, int], Cell]:
+        """By system or ablation and seed."""
+        names = [(name, seed) for seed in self.seeds for name in TRAINING]
+        names += [(name, seed) for seed in range(self.preset.ablation_seeds) for name in ABLATIONS]
+        cells = {}
+        for name, seed in names:
+            base = self.bases[seed]
+            config = system_config(self.preset, seed, name, str(self.run_directory(base.name)))
+            cells[name, seed] = _training(f"{name}_{seed}", config, after=(base,))
+        return cells
+
+    @functools.cached_property
+    def gsm8k_runs(self) -> dict[str, Cell]:
+        """By system, trained on GSM8K."""
+        if not self.gsm8k or not self.preset.gsm8k_steps:
+            return {}
+        return {name: _training(f"gsm8k_{name}", gsm8k_config(self.preset, name, self.gsm8k)) for name in TRAINING}
+
+    # ---- decoding ----
+
+    def decoded(
+        self, name: str, settings: Sequence[Setting], seed: int, *, test: bool, alone: int = 0, models: Any = None
+    ) -> Cell:
+        """Decodes prompts with every setting; `models` says whose weights, by default each setting's own system."""
+        weights = [(models or setting.trained, seed) for setting in settings]
+        after = tuple(dict.fromkeys(self.trained[each] for each in weights))
+
+        def compute(_: Path) -> list[dict[str, Any]]:
+            examples, loaded = self.examples[test], _Loader(self)
+            found = []
+            for setting, each in zip(settings, weights, strict=True):
+                model = loaded(each)
+                result = outcome(model, examples, setting, self.preset.decode_rows)
+                if alone:
+                    result = dataclasses.replace(
+                        result,
+                        tokens_per_second_alone=outcome(model, examples[:alone], setting, 1).tokens_per_second,
+                    )
+                print(f"{name}: {setting.text}: {result.exact_match:.3f}, {result.tokens_per_forward:.2f}", flush=True)
+                found.append({"setting": dataclasses.asdict(setting), "outcome": dataclasses.asdict(result)})
+            return found
+
+        described = [dataclasses.asdict(setting) for setting in settings]
+        about = {"settings": described, "prompts": [self.preset.validation, self.preset.test], "test": test}
+        about |= {"rows": self.preset.decode_rows, "alone": alone, "models": models}
+        return Cell("decode", name, about, compute, after)
+
+    @functools.cached_property
+    def searches(self) -> dict[str, Cell]:
+        """By system: all its settings on the validation prompts, with the first seed's weights."""
+        return {name: self.decoded(f"search_{name}", settings, 0, test=False) for name, settings in SETTINGS.items()}
+
+    def tests(self, chosen: dict[str, Setting]) -> dict[tuple[str, int], Cell]:
+        """By system and seed: its chosen setting on the test prompts."""
+        return {
+            (name, seed): self.decoded(f"test_{name}_{seed}", [setting], seed, test=True, alone=ALONE)
+            for name, setting in chosen.items()
+            for seed in self.seeds
+        }
+
+    @functools.cached_property
+    def curves(self) -> dict[int, Cell]:
+        """By seed: ReFusion's decoders over thresholds on the test prompts."""
+        return {
+            seed: self.decoded(f"curves_{seed}", curve_settings(), seed, test=True)
+            for seed in range(self.preset.ablation_seeds and self.preset.seeds)
+        }
+
+    @functools.cached_property
+    def ablations(self) -> dict[str, Cell]:
+        """By what is different in training, "refusion" for nothing: decoded in several ways."""
+        names = ["refusion", *ABLATIONS] if self.preset.ablation_seeds else []
+        return {
+            name: self.decoded(f"ablation_{name}", ablation_settings(name), 0, test=True, models=name) for name in names
+        }
+
+    # ---- studies ----
+
+    @functools.cached_property
+    def studies(self) -> dict[str, Cell]:
+        """Of what tokens depend on, and of where two decoders differ."""
+        if not self.preset.ablation_seeds:
+            return {}
+        prompts = {"prompts": [self.preset.validation, self.preset.test]}
+        return {
+            "dependence": Cell("dependence", "llada_0", prompts, self._dependence, (self.trained["llada", 0],)),
+            "mechanisms": Cell("mechanisms", "refusion_0", prompts, self._mechanisms, (self.trained["refusion", 0],)),
+        }
+
+    def _dependence(self, _: Path) -> dict[str, Any]:
+        model = rf.load(self.run_directory("llada_0"))
+        rows = [_encoded(model, example) for example in self.examples[1]]
+        length = max(len(prompt) + len(response) for prompt, response in rows)
+        tokens = [[*prompt, *response, *[0] * (length - len(prompt) - len(response))] for prompt, response in rows]
+        prompts = [len(prompt) for prompt, _ in rows]
+        found = dependence_by_distance(
+            model.module, model.params, tokens, prompts, [len(prompt) + len(response) for prompt, response in rows]
+        )
+        return {str(distance): values for distance, values in found.items()}
+
+    def _mechanisms(self, _: Path) -> Any:
+        model = rf.load(self.run_directory("refusion_0"))
+        return mechanisms(model, [_encoded(model, example) for example in self.examples[1]])
+
+
+class _Loader:
+    """Loads each trained model once."""
+
+    def __init__(self, comparison: Comparison):
+        self._comparison, self._models = comparison, {}
+
+    def __call__(self, trained: tuple[str, int]) -> rf.Model:
+        if trained not in self._models:
+            name, seed = trained
+            self._models[trained] = rf.load(self._comparison.run_directory(f"{name}_{seed}"))
+        return self._models[trained]
+
+
+def _training(name: str, config: Config, after: tuple[Cell, ...] = ()) -> Cell:
+    def compute(directory: Path) -> dict[str, Any]:
+        train(config, directory / RUN_NAME)
+        if not (directory / RUN_NAME / SUMMARY_NAME).exists():  # only a run that came to its end has one
+            raise ConfigError(f"The training of {name} was stopped; the same command continues.")
+        summary = json.loads((directory / RUN_NAME / SUMMARY_NAME).read_text())
+        wanted = ("step", "loss", "eval_nats_per_token", "seconds")
+        curve = [{key: record[key] for key in wanted if key in record} for record in read_metrics(directory / RUN_NAME)]
+        return {"summary": summary, "curve": curve}
+
+    settings = to_dict(config)
+    if settings["train"]["init_from"]:
+        settings["train"]["init_from"] = after[0].place  # wherever the work directory is
+    return Cell("train", name, settings, compute, after)
+
+
+def _encoded(model: rf.Model, example: Example) -> tuple[list[int], list[int]]:
+    """Prompt and response with EOS, as token IDs."""
+    assert model.tokenizer is not None
+    return model.tokenizer.encode(example.prompt), [
+        *model.tokenizer.encode(example.response),
+        model.tokenizer.eos_token_id,
+    ]
+
+
+def _tried(found: Sequence[dict[str, Any]]) -> list[tuple[Setting, Outcome]]:
+    return [(Setting(**each["setting"]), Outcome(**each["outcome"])) for each in found]
+
+
+def main(args: flags.FlagValues) -> None:
+    """Computes what is missing, prints the table and writes the result."""
+    if not Path(args.gsm8k or ".").exists():
+        raise ConfigError(f"--gsm8k {args.gsm8k} is no file; give that of GSM8K's training problems, or '' for none.")
+    keep_freed_memory()
+    comparison = Comparison(PRESETS[args.preset], Path(args.workdir), args.gsm8k)
+    cells = Cells(comparison.workdir, allow_dirty=args.allow_dirty, recompute=args.recompute)
+    parts: list[Callable[[], Sequence[Cell]]] = [
+        lambda: [*comparison.bases, *comparison.trained.values()],
+        lambda: list(comparison.searches.values()),
+    ]
+    first = [cell for part in parts for cell in part()]
+    later = [*comparison.curves.values(), *comparison.ablations.values(), *comparison.studies.values()]
+    later += comparison.gsm8k_runs.values()
+    if args.list:
+        print(cells.table([*first, *later]))
+        return
+    results = cells.run(first)
+    chosen = {name: choose(_tried(results[cell.place])) for name, cell in comparison.searches.items()}
+    tests = comparison.tests(chosen)
+    results |= cells.run([*first, *tests.values(), *later])
+    report = compare_report.Report(comparison, results, chosen, tests)
+    output = common.result_path(args.output, f"compare_{args.preset}")
+    write_json(output, report.result())
+    print(report.text())
+    if args.pictures:
+        report.draw(Path(args.pictures))
+    print(f"\nWritten to {output}.")
+
+
+if __name__ == "__main__":
+    command_line.run(main, FLAGS)

@@ -1,0 +1,248 @@
+"""The comparison's result: one record, the tables and the pictures."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH
+
+from benchmarks import common, compare_plots
+from benchmarks.compare_ablations import DECODERS, THRESHOLDS
+from benchmarks.compare_decoding import CHIP, SETTINGS, Setting
+from benchmarks.compare_systems import TASKS, TRAINING
+from refusion_jax.config import to_dict
+
+LABELS = {
+    "refusion": "ReFusion, self-correcting",
+    "refusion_paper_decoding": "ReFusion, the paper's decoding",
+    "autoregressive": "autoregressive",
+    "llada": "LLaDA",
+    "dream": "Dream",
+    "fast_dllm": "Fast-dLLM",
+    "block_diffusion": "block diffusion",
+}
+# What the paper says of the 8B model, as multiples of another system's projected tokens per second.
+CLAIMS = {"autoregressive": 2.33, "llada": 18.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What all cells of a comparison found.
+
+    Attributes:
+      comparison: a `compare.Comparison`.
+      results: by cell place.
+      chosen: the best setting of each system.
+      tests: the cells of the test prompts, by system and seed.
+    """
+
+    comparison: Any
+    results: dict[str, Any]
+    chosen: dict[str, Setting]
+    tests: dict[tuple[str, int], Any]
+
+    def result(self) -> dict[str, Any]:
+        """The record: `systems` has the mean over seeds, `..._spread` the least and the greatest; then all details."""
+        return {
+            "systems": {name: self._system(name) for name in SETTINGS},
+            "claims": self._claims(),
+            "chip": CHIP,
+            "projection": {"model": "8B", "prompt": PROMPT_LENGTH, "response": RESPONSE_LENGTH, "batch": 1},
+            "chosen": {name: dataclasses.asdict(setting) for name, setting in self.chosen.items()},
+            "tried": {name: self._of(cell) for name, cell in self.comparison.searches.items()},
+            "tests": {f"{name}_{seed}": self._of(cell)[0]["outcome"] for (name, seed), cell in self.tests.items()},
+            "training": {cell.name: self._of(cell) for cell in self.comparison.trained.values()},
+            "curves": {str(seed): self._of(cell) for seed, cell in self.comparison.curves.items()},
+            "ablations": {name: self._of(cell) for name, cell in self.comparison.ablations.items()},
+            "gsm8k": {name: self._of(cell)["curve"] for name, cell in self.comparison.gsm8k_runs.items()},
+            "studies": {name: self._of(cell) for name, cell in self.comparison.studies.items()},
+            "preset": to_dict(self.comparison.preset),
+            "commit": common.commit(),
+            "machine": common.machine(),
+            "versions": common.versions(),
+        }
+
+    def _of(self, cell: Any) -> Any:
+        return self.results[cell.place]
+
+    def _outcomes(self, name: str) -> list[dict[str, Any]]:
+        return [self._of(self.tests[name, seed])[0]["outcome"] for seed in self.comparison.seeds]
+
+    def _system(self, name: str) -> dict[str, Any]:
+        outcomes = self._outcomes(name)
+        nats = [
+            self._of(self.comparison.trained[self.chosen[name].trained, seed])["summary"]["eval_nats_per_token"]
+            for seed in self.comparison.seeds
+        ]
+        found: dict[str, Any] = {}
+        for field, values in (
+            ("exact_match", [each["exact_match"] for each in outcomes]),
+            ("nats_per_token", nats),
+            ("tokens_per_forward", [each["tokens_per_forward"] for each in outcomes]),
+            ("tokens_per_second", [each["tokens_per_second_alone"] for each in outcomes]),
+            ("tokens_per_second_batch", [each["tokens_per_second"] for each in outcomes]),
+            ("projected_tokens_per_second", [each["projected"][CHIP] for each in outcomes]),
+        ):
+            found[field] = statistics.mean(values)
+            found[f"{field}_spread"] = [min(values), max(values)]
+        for part in ("by_task", "projected", "forward"):
+            found[part] = {key: statistics.mean(each[part][key] for each in outcomes) for key in outcomes[0][part]}
+        return found
+
+    def _claims(self) -> dict[str, Any]:
+        """Of ReFusion by both of its decoders against the others: ratios of speed and differences of exact match."""
+        systems = {name: self._outcomes(name) for name in SETTINGS}
+        return {
+            ours: {
+                theirs: {
+                    "speed_ratio": common.spread([
+                        a["projected"][CHIP] / b["projected"][CHIP] for a, b in zip(systems[ours], found, strict=True)
+                    ]),
+                    "exact_match_difference": common.spread([
+                        a["exact_match"] - b["exact_match"] for a, b in zip(systems[ours], found, strict=True)
+                    ]),
+                    "claimed_ratio": CLAIMS.get(theirs),
+                }
+                for theirs, found in systems.items()
+                if not theirs.startswith("refusion")
+            }
+            for ours in ("refusion", "refusion_paper_decoding")
+        }  # fmt: skip
+
+    # ---- tables ----
+
+    def text(self) -> str:
+        """The tables."""
+        parts = [self._main_table(), self._task_table(), self._claim_table(), self._chosen_table()]
+        if self.comparison.ablations:
+            parts += [self._ablation_table()]
+        return "\n\n".join(parts)
+
+    def _main_table(self) -> str:
+        header = [
+            "system", "exact match", "nats per token", "tokens per forward", "tokens/s here, one response",
+            f"tokens/s, 8B on {CHIP}",
+        ]  # fmt: skip
+        rows = []
+        for name in SETTINGS:
+            system = self._system(name)
+            cells = [
+                _with_spread(system, field, form)
+                for field, form in (
+                    ("exact_match", ".3f"), ("nats_per_token", ".3f"), ("tokens_per_forward", ".2f"),
+                    ("tokens_per_second", ",.0f"), ("projected_tokens_per_second", ",.0f"),
+                )
+            ]  # fmt: skip
+            rows.append([LABELS[name], *cells])
+        return common.table(header, rows)
+
+    def _task_table(self) -> str:
+        rows = [
+            [LABELS[name], *(f"{self._system(name)['by_task'].get(task, 0):.2f}" for task in TASKS)]
+            for name in SETTINGS
+        ]
+        return common.table(["exact match by task", *TASKS], rows)
+
+    def _claim_table(self) -> str:
+        rows = []
+        for ours, others in self._claims().items():
+            for theirs, found in others.items():
+                claimed = found["claimed_ratio"]
+                rows.append([
+                    LABELS[ours], LABELS[theirs], common.of(found["speed_ratio"], ".2f"),
+                    f"{claimed:g}" if claimed else "–", common.of(found["exact_match_difference"], "+.3f"),
+                ])  # fmt: skip
+        return common.table(["", "against", "projected speed, times", "the paper's", "exact match, more by"], rows)
+
+    def _chosen_table(self) -> str:
+        rows = [[LABELS[name], setting.trained, setting.text] for name, setting in self.chosen.items()]
+        return common.table(["system", "weights", "settings chosen"], rows)
+
+    def _ablation_table(self) -> str:
+        rows = []
+        for name, cell in self.comparison.ablations.items():
+            for each in self._of(cell):
+                decode, found = each["setting"]["decode"], each["outcome"]
+                nats = self._of(self.comparison.trained[name, 0])["summary"]["eval_nats_per_token"]
+                rows.append([
+                    name, decode["algorithm"], str(decode["slot_size"]), f"{found['exact_match']:.3f}",
+                    f"{found['tokens_per_forward']:.2f}", f"{nats:.3f}",
+                ])  # fmt: skip
+        header = ["trained", "decoded", "slot size", "exact match", "tokens per forward", "nats per token"]
+        return common.table(header, rows)
+
+    # ---- pictures ----
+
+    def draw(self, directory: Path) -> None:
+        """Writes all pictures."""
+        directory.mkdir(parents=True, exist_ok=True)
+        systems = {name: self._outcomes(name) for name in SETTINGS}
+        points = [
+            compare_plots.Point(
+                name, LABELS[name], common.spread([each["exact_match"] for each in found]),
+                common.spread([each["projected"][CHIP] for each in found]),
+            )
+            for name, found in systems.items()
+        ]  # fmt: skip
+        compare_plots.draw_quality_against_speed(points, directory / "quality_speed.png", CHIP)
+        learning = [self._learning_curve(name) for name in TRAINING]
+        compare_plots.draw_learning_curves(learning, directory / "learning.png", "held-out bound (nats per token)")
+        if self.comparison.gsm8k_runs:
+            curves = [_curve(name, self._of(cell)["curve"]) for name, cell in self.comparison.gsm8k_runs.items()]
+            compare_plots.draw_learning_curves(curves, directory / "gsm8k.png", "held-out bound (nats per token)")
+        if self.comparison.curves:
+            for size in (8, 32):
+                drawn = self._threshold_curves(size)
+                compare_plots.draw_quality_against_parallelism(drawn, directory / f"thresholds_{size}.png")
+        if self.comparison.studies:
+            found = self._of(self.comparison.studies["dependence"])
+            by_distance = {int(distance): tuple(values) for distance, values in found.items()}
+            compare_plots.draw_dependence({"LLaDA": ("llada", by_distance)}, directory / "dependence.png")
+
+    def _learning_curve(self, name: str) -> compare_plots.Curve:
+        curves = [
+            _curve(name, self._of(self.comparison.trained[name, seed])["curve"]) for seed in self.comparison.seeds
+        ]
+        columns = list(zip(*(curve.y for curve in curves), strict=True))
+        return dataclasses.replace(
+            curves[0],
+            y=[statistics.median(column) for column in columns],
+            low=[min(column) for column in columns],
+            high=[max(column) for column in columns],
+        )
+
+    def _threshold_curves(self, size: int) -> list[compare_plots.Curve]:
+        drawn = []
+        for label, decoder in DECODERS.items():
+            points = []
+            for threshold in THRESHOLDS:
+                wanted = decoder | {"slot_size": size, "token_threshold": threshold}
+                found = list(self._matching(wanted, redraft=decoder.get("redraft", False)))
+                points.append([statistics.mean(each[field] for each in found)
+                               for field in ("tokens_per_forward", "exact_match")])  # fmt: skip
+            system = "refusion_paper_decoding" if label == "paper" else "refusion"
+            x, y = ([point[k] for point in points] for k in (0, 1))
+            drawn.append(compare_plots.Curve(system, label, x, y, [], [], [f"{each:g}" for each in THRESHOLDS]))
+        return drawn
+
+    def _matching(self, wanted: dict[str, Any], redraft: bool) -> Iterable[dict[str, Any]]:
+        for cell in self.comparison.curves.values():
+            for each in self._of(cell):
+                decode = each["setting"]["decode"]
+                if all(decode[name] == value for name, value in wanted.items()) and (
+                    decode.get("redraft", False) == redraft
+                ):
+                    yield each["outcome"]
+
+
+def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
+    least, greatest = system[f"{field}_spread"]
+    return f"{system[field]:{form}} ({least:{form}} to {greatest:{form}})"
+
+
+def _curve(name: str, records: Sequence[dict[str, Any]]) -> compare_plots.Curve:
+    found = [record for record in records if "eval_nats_per_token" in record]
+    steps, nats = ([record[key] for record in found] for key in ("step", "eval_nats_per_token"))
+    return compare_plots.Curve(name, LABELS[name], steps, nats, [], [], [])

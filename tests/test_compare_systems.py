@@ -1,0 +1,117 @@
+"""The runs of the comparison: what they have in common, and what not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.compare_ablations import ablation_settings, curve_settings
+from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, _keys_read, choose
+from benchmarks.compare_systems import ABLATIONS, PRESETS, TRAINING, base_config, gsm8k_config, system_config
+from refusion_jax.config import DecodeConfig, to_dict
+from refusion_jax.data import load_dataset, make_batches
+from refusion_jax.methods import Method
+
+TINY = PRESETS["tiny"]
+NAMES = [*TRAINING, *ABLATIONS]
+
+
+@pytest.fixture(scope="module")
+def datasets():
+    tokenizer = load_dataset(base_config(TINY, 0).data, seed=1_000).tokenizer
+    configs = {name: system_config(TINY, 0, name, "base") for name in TRAINING}
+    return configs, {
+        name: load_dataset(config.data, seed=config.train.seed, tokenizer=tokenizer) for name, config in configs.items()
+    }
+
+
+def test_all_systems_see_the_same_examples_in_the_same_batches(datasets):
+    configs, found = datasets
+    seen = {}
+    for name, dataset in found.items():
+        config = configs[name]
+        batches = make_batches(config.data, dataset.train, seed=config.train.seed, batch_size=config.train.batch_size)
+        steps = []
+        for step in range(config.train.steps):
+            batch = batches[step]
+            texts = []
+            for row, prompt, response in zip(
+                batch["tokens"], *batch["prompt_lengths"].T, *batch["response_lengths"].T, strict=True
+            ):
+                eos = dataset.tokenizer.eos_token_id
+                tokens = row[: prompt + response].tolist()
+                texts.append(tokens[: tokens.index(eos) + 1])
+            steps.append(texts)
+        seen[name] = steps
+    assert len({str(steps) for steps in seen.values()}) == 1
+    assert len({str(text) for text in seen["llada"][0]}) == TINY.batch_size
+
+
+def test_nothing_is_too_long(datasets):
+    for dataset in datasets[1].values():
+        assert dataset.counts.train.too_long == 0 and len(dataset.held_out) == TINY.validation + TINY.test
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_differ_only_in_what_makes_the_system(name):
+    ours, other = (to_dict(system_config(TINY, 0, each, "base")) for each in (name, "refusion"))
+    differing = {
+        f"{section}.{field}"
+        for section, values in ours.items()
+        for field, value in values.items()
+        if value != other[section][field]
+    }
+    assert differing <= {
+        "train.objective", "data.pad_responses", "slots.sizes", "slots.clean_order", "slots.ar_weight",
+    }  # fmt: skip
+    assert bool(differing) == (name != "refusion")
+
+
+def test_base_sees_other_examples():
+    base, system = base_config(TINY, 0), system_config(TINY, 0, "autoregressive", "base")
+    first, second = (load_dataset(each.data, seed=each.train.seed) for each in (base, system))
+    assert not np.array_equal(first.train.tokens[:500], second.train.tokens[:500])
+    assert {base_config(TINY, seed).train.seed for seed in range(3)}.isdisjoint(
+        system_config(TINY, seed, "llada", "").train.seed for seed in range(3)
+    )
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_gsm8k_runs(name):
+    config = gsm8k_config(TINY, name, "train.jsonl")
+    assert config.train.objective == TRAINING[name]["train"]["objective"] and not config.train.init_from
+    assert config.data.train_files == ("train.jsonl",) and config.data.pad_responses in (0, 16)
+
+
+def test_every_setting_can_be_decoded():
+    ablations = [ablation_settings(name) for name in ["refusion", *ABLATIONS]]
+    for settings in [*SETTINGS.values(), curve_settings(), *ablations]:
+        texts = [str(dataclasses.asdict(setting)) for setting in settings]
+        assert len(set(texts)) == len(texts)
+        for setting in settings:
+            config, method = DecodeConfig(**setting.decode), Method(**setting.method)
+            if method.name != "refusion":
+                method.blocks(config.gen_length)
+            assert setting.trained in TRAINING
+
+
+def test_systems_are_tried_with_the_same_number_of_settings():
+    counts = {name: len(settings) for name, settings in SETTINGS.items()}
+    assert counts.pop("autoregressive") == 1
+    assert counts.pop("fast_dllm") == 24  # of two systems' weights
+    assert set(counts.values()) == {12}
+
+
+def test_the_fastest_of_the_best_is_chosen():
+    def tried(name, exact_match, speed):
+        outcome = Outcome(exact_match, {}, 1.0, {}, {"v6e": speed}, 1.0)
+        return Setting({"name": name}, {}, "llada", "refusion"), outcome
+
+    found = [tried("good", 0.9, 10.0), tried("faster", 0.8905, 20.0), tried("worse", 0.88, 90.0)]
+    assert choose(found).decode["name"] == "faster"
+    assert choose(found[::2]).decode["name"] == "good"
+
+
+def test_keys_that_forwards_read():
+    # Of three forwards the first commits two tokens, the last one; the prompt has five.
+    assert _keys_read(5, [0, 0, 2], 3) == 5 + 7 + 7
