@@ -1,8 +1,8 @@
 """Where the difference between the paper's decoding and self-correcting decoding comes from.
 
-The same prompts are decoded by the paper's algorithm with parts of its infilling repaired, one or several at a time: see
-`compare_repairs`. "All three" are the first three. With slots in view of one another as well, hardly anything is left but
-that infilling never takes back a token that passed.
+The same prompts are decoded by the paper's algorithm with parts of its infilling repaired, one or several at a time:
+see `compare_repairs`. "All three" are the first three. With all five it is self-correcting decoding, but for that this
+also settles the model's own choices at or below the threshold as soon as everything before them has settled.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from benchmarks import common
 from benchmarks.compare_repairs import Decoded, Network, Origin, Repairs, decode
 
 BATCH_SIZE = 16  # of self-correcting decoding
-PAPER, ALL_THREE, SELF_CORRECTING = "paper", "all three", "self-correcting"
+PAPER, ALL_THREE, ALL_FIVE, SELF_CORRECTING = "paper", "all three", "all five", "self-correcting"
 VARIANTS = {
     PAPER: Repairs(),
     "checked": Repairs(checked=True),
@@ -26,9 +26,9 @@ VARIANTS = {
     "checked, recomputed KV": Repairs(checked=True, recomputed=True),
     "next-token proposals, recomputed KV": Repairs(next_token=True, recomputed=True),
     ALL_THREE: Repairs(checked=True, next_token=True, recomputed=True),
-    "slots in view": Repairs(in_view=True),
-    "checked, slots in view": Repairs(checked=True, in_view=True),
+    "slots in view, settled in order": Repairs(in_view=True, in_order=True),
     "checked, next-token proposals, slots in view": Repairs(checked=True, next_token=True, in_view=True),
+    ALL_FIVE: Repairs(checked=True, next_token=True, in_view=True, in_order=True),  # KV in causal order, without more
 }
 ERRORS_OF = (PAPER, ALL_THREE)
 ORIGINS = {

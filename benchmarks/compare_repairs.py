@@ -1,6 +1,6 @@
 """The paper's decoding with parts of its infilling repaired, greedily and one sequence at a time.
 
-Four things set infilling apart from self-correcting decoding, and each can be repaired by itself:
+Five things set infilling apart from self-correcting decoding, and each can be repaired by itself:
 
 - The first token of a slot that has not passed yet passes in the next round, whatever the model says. `checked`: unless
   its probability is above the threshold, the model's own next-token choice takes its place, and it is this that stands.
@@ -10,8 +10,10 @@ Four things set infilling apart from self-correcting decoding, and each can be r
   that takes, unless it is `checked` as well: then it too is the model's own choice, and a round is one forward.
 - Committed slots keep the keys and values that each computed without the others in view. `recomputed`: one more
   forward computes them in plain causal order.
-- Nor do slots see one another while they are filled. `in_view`: each sees the chosen ones before it, as they stand. Keys
-  and values are then those of causal order anyway.
+- Nor do slots see one another while they are filled. `in_view`: each sees the chosen ones before it, as they stand.
+  Keys and values are then those of causal order anyway.
+- Tokens of a slot pass and stay while those of earlier slots may still change. `in_order`, for slots in view: a token
+  passes only when all before it have, in all chosen slots.
 
 A slot's first token is never checked, by any of these decoders.
 """
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import refusion_jax as rf
+from refusion_jax.config import ConfigError
 from refusion_jax.decoding.kv_cache import commit, empty_cache
 from refusion_jax.decoding.rules import DEFAULT_RULES
 from refusion_jax.decoding.sampling import read_logits
@@ -43,6 +46,11 @@ class Repairs:
     next_token: bool = False
     recomputed: bool = False
     in_view: bool = False
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.in_order and not self.in_view:
+            raise ConfigError("in_order is for slots that see one another; repair in_view as well.")
 
 
 class Origin(enum.IntEnum):
@@ -179,7 +187,8 @@ def _infill(
 ) -> None:
     """Fills the chosen slots, none of which sees another unless that is repaired, and commits them."""
     first = row.is_first(tokens)
-    passed = row.slot_prefix(first | (reading.probability > threshold))
+    prefix = np.logical_and.accumulate if repairs.in_order else row.slot_prefix
+    passed = prefix(first | (reading.probability > threshold))
     origins = np.where(first, Origin.INFILLED_FIRST, Origin.INFILLED)
     outdated = False  # whether keys and values are those of a token that has been replaced
     while outdated or not passed.all():
@@ -194,7 +203,7 @@ def _infill(
             above &= ~_previous(doubted)
         else:
             origins[doubted] = Origin.UNCHECKED
-        passed = row.slot_prefix(passed | due | above)
+        passed = prefix(row.is_first(tokens) | passed | due | above)
         with_eos = np.flatnonzero(passed & row.is_eos(tokens))
         if with_eos.size:
             count = with_eos[0] // row.slot_size + 1
@@ -218,11 +227,12 @@ def _propose(
     reading: Reading,
     repairs: Repairs,
 ) -> np.ndarray:
-    """Tokens with new ones where none has passed; those `due` pass next. `reading` is that of the tokens as they are."""
+    """Tokens with new ones where none has passed; those `due` pass next. `reading` is of the tokens as they are."""
+    kept = passed | row.is_first(tokens)
     if passed.all() or (repairs.next_token and repairs.checked):
-        return np.where(passed, tokens, reading.own)
-    drafted = row.forward(np.where(passed, tokens, row.mask), chosen, repairs.in_view).choice
-    return np.where(passed, tokens, np.where(due | (not repairs.next_token), drafted, reading.own))
+        return np.where(kept, tokens, reading.own)
+    drafted = row.forward(np.where(kept, tokens, row.mask), chosen, repairs.in_view).choice
+    return np.where(kept, tokens, np.where(due | (not repairs.next_token), drafted, reading.own))
 
 
 class _Row:
