@@ -24,12 +24,14 @@ TIED = ModelConfig(
 
 
 @functools.cache
-def random_model(config, seed, scale=0.4):
-    """The module, its parameters, and a `NumpyQwen3` of the same weights."""
+def random_model(config, seed, scale=0.4, sharpness=1):
+    """The module, its parameters, and a `NumpyQwen3` of the same weights; `sharpness` multiplies the logits."""
     rng = np.random.default_rng(seed)
     ones = np.ones((1, 1), np.int32)
     shapes = nn.meta.unbox(jax.eval_shape(Transformer(config).init, jax.random.key(0), ones, ones)["params"])
     params = jax.tree.map(lambda leaf: rng.normal(0, scale, leaf.shape).astype(np.float32), shapes)
+    if "lm_head" in params:
+        params["lm_head"]["kernel"] *= sharpness
     tensors = {}
     for hf_name, path in PARAM_PATHS.items():
         if path[0] in params:

@@ -99,15 +99,7 @@ def decode_loop(
     def step(state: State) -> State:
         return _step(module, params, rows, state, block_length, ordering, sampling)
 
-    return jax.lax.while_loop(lambda state: jnp.any(_running(rows, state)), step, state)
-
-
-def _running(rows: Rows, state: State) -> jax.Array:
-    """(batch,) bool, the rows with a mask before their first EOS."""
-    found = state.responses
-    is_eos = found.committed & jnp.any(found.tokens[:, :, None] == rows.eos_ids[:, None], axis=2)
-    is_wanted = (jnp.cumsum(is_eos, axis=1) == 0) & (jnp.arange(found.tokens.shape[1]) < rows.lengths[:, None])
-    return jnp.any(is_wanted & ~found.committed, axis=1)
+    return jax.lax.while_loop(lambda state: jnp.any(state.responses.running(rows)), step, state)
 
 
 def _step(
@@ -116,7 +108,7 @@ def _step(
     """One forward, which reveals some masks of every unfinished row's block."""
     found, batch = state.responses, len(state.starts)
     row, capacity = jnp.arange(batch)[:, None], found.tokens.shape[1]
-    running = _running(rows, state)
+    running = found.running(rows)
     completed = jnp.where(running & (state.starts > 0) & (state.steps == 0), rows.block_lengths, 0)
     query = _query(module, rows, state, completed, block_length)
     hidden, kv = module.apply(

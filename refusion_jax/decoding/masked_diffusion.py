@@ -139,16 +139,8 @@ def decode_loop(program: Program, params: Any, rows: Rows) -> Responses:
 
 def _empty_state(program: Program, rows: Rows) -> _State:
     batch = len(rows.lengths)
-    zeros, none = jnp.zeros((batch, program.capacity), jnp.int32), jnp.zeros(batch, jnp.int32)
-    responses = Responses(
-        tokens=zeros,
-        committed=jnp.zeros_like(zeros, jnp.bool_),
-        probabilities=jnp.zeros_like(zeros, jnp.float32),
-        commit_forwards=zeros,
-        forwards=none,
-        positions=none,
-        cached=none,
-    )
+    none = jnp.zeros(batch, jnp.int32)
+    responses = Responses.none(batch, program.capacity, program.module.config.mask_token_id)
     return _State(responses, running=rows.lengths > 0, blocks=none, steps=none)
 
 
@@ -226,12 +218,10 @@ def _revealed(
         positions=old.positions + needed,
         cached=old.cached + cached,
     )
-    is_eos = responses.committed & jnp.any(responses.tokens[..., None] == rows.eos_ids[:, None], axis=-1)
-    open_before_eos = (jnp.cumsum(is_eos, axis=1) == 0) & ~responses.committed & (offsets < rows.lengths[:, None])
     done = active & ~jnp.any(masked & ~revealed, axis=1)
     return _State(
         responses=responses,
-        running=jnp.any(open_before_eos, axis=1),
+        running=responses.running(rows),
         blocks=state.blocks + done,
         steps=jnp.where(done, 0, state.steps + active),
     )
@@ -336,8 +326,7 @@ def _positions_read(program: Program, rows: Rows, state: _State) -> jax.Array:
 def _tokens_at(program: Program, rows: Rows, state: _State, positions: jax.Array) -> jax.Array:
     """The prompt's tokens, the response's and its masks at positions (batch, n); anything beyond a row's end."""
     responses, prompt_lengths = state.responses, rows.prompt_lengths[:, None]
-    response = jnp.where(responses.committed, responses.tokens, program.module.config.mask_token_id)
-    line = jnp.concatenate([rows.prompts, response], axis=1)
+    line = jnp.concatenate([rows.prompts, responses.tokens], axis=1)  # masks stand where nothing is decided
     gap = jnp.where(positions < prompt_lengths, 0, rows.prompts.shape[1] - prompt_lengths)
     return jnp.take_along_axis(line, jnp.clip(positions + gap, 0, line.shape[1] - 1), axis=1)
 

@@ -70,3 +70,9 @@ class Responses(flax.struct.PyTreeNode):
             positions=counts,
             cached=counts,
         )
+
+    def running(self, rows: Rows) -> jax.Array:
+        """(batch,) bool, the rows with something undecided before their first EOS."""
+        is_eos = self.committed & jnp.any(self.tokens[..., None] == rows.eos_ids[:, None], axis=-1)
+        is_wanted = (jnp.cumsum(is_eos, axis=1) == 0) & (jnp.arange(self.tokens.shape[1]) < rows.lengths[:, None])
+        return jnp.any(is_wanted & ~self.committed, axis=1)
