@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds its own directory only
@@ -28,7 +29,16 @@ from benchmarks.compare_cells import Cell, Cells, define_flags
 from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, outcome
 from benchmarks.compare_dependence import dependence_by_distance
 from benchmarks.compare_mechanisms import mechanisms
-from benchmarks.compare_systems import ABLATIONS, PRESETS, TRAINING, Preset, base_config, gsm8k_config, system_config
+from benchmarks.compare_systems import (
+    ABLATIONS,
+    LONGER,
+    PRESETS,
+    TRAINING,
+    Preset,
+    base_config,
+    gsm8k_config,
+    system_config,
+)
 from refusion_jax import command_line
 from refusion_jax.config import Config, ConfigError, to_dict
 from refusion_jax.data import Example
@@ -90,7 +100,7 @@ class Comparison:
 
     @functools.cached_property
     def trained(self) -> dict[tuple[str, int], Cell]:
-        """By system or ablation and seed."""
+        """By system or ablation and seed; "long_" before a system that is trained for longer."""
         names = [(name, seed) for seed in self.seeds for name in TRAINING]
         names += [(name, seed) for seed in range(self.preset.ablation_seeds) for name in ABLATIONS]
         cells = {}
@@ -98,6 +108,10 @@ class Comparison:
             base = self.bases[seed]
             config = system_config(self.preset, seed, name, str(self.run_directory(base.name)))
             cells[name, seed] = _training(f"{name}_{seed}", config, after=(base,))
+        for name in LONGER if self.preset.long_steps else ():
+            base = self.bases[0]
+            config = system_config(self.preset, 0, name, str(self.run_directory(base.name)), self.preset.long_steps)
+            cells[f"long_{name}", 0] = _training(f"long_{name}_0", config, after=(base,))
         return cells
 
     @functools.cached_property
@@ -149,6 +163,16 @@ class Comparison:
             for seed in self.seeds
         }
 
+    def long_tests(self, chosen: dict[str, Setting]) -> dict[str, Cell]:
+        """By decoder: its chosen setting with the weights of a longer training."""
+        return {
+            name: self.decoded(
+                f"test_long_{name}", [setting], 0, test=True, alone=ALONE, models=f"long_{setting.trained}"
+            )
+            for name, setting in chosen.items()
+            if self.preset.long_steps and setting.trained in LONGER and name != "fast_dllm"
+        }
+
     @functools.cached_property
     def curves(self) -> dict[int, Cell]:
         """By seed: ReFusion's decoders over thresholds on the test prompts."""
@@ -183,9 +207,9 @@ class Comparison:
         rows = [_encoded(model, example) for example in self.examples[1]]
         length = max(len(prompt) + len(response) for prompt, response in rows)
         tokens = [[*prompt, *response, *[0] * (length - len(prompt) - len(response))] for prompt, response in rows]
-        prompts = [len(prompt) for prompt, _ in rows]
+        prompts, lengths = ([len(row[0]) for row in rows], [len(row[0]) + len(row[1]) for row in rows])
         found = dependence_by_distance(
-            model.module, model.params, tokens, prompts, [len(prompt) + len(response) for prompt, response in rows]
+            model.module, model.params, np.array(tokens), np.array(prompts), np.array(lengths)
         )
         return {str(distance): values for distance, values in found.items()}
 
@@ -198,7 +222,8 @@ class _Loader:
     """Loads each trained model once."""
 
     def __init__(self, comparison: Comparison):
-        self._comparison, self._models = comparison, {}
+        self._comparison = comparison
+        self._models: dict[tuple[str, int], rf.Model] = {}
 
     def __call__(self, trained: tuple[str, int]) -> rf.Model:
         if trained not in self._models:
@@ -255,9 +280,9 @@ def main(args: flags.FlagValues) -> None:
         return
     results = cells.run(first)
     chosen = {name: choose(_tried(results[cell.place])) for name, cell in comparison.searches.items()}
-    tests = comparison.tests(chosen)
-    results |= cells.run([*first, *tests.values(), *later])
-    report = compare_report.Report(comparison, results, chosen, tests)
+    tests, long_tests = comparison.tests(chosen), comparison.long_tests(chosen)
+    results |= cells.run([*first, *tests.values(), *long_tests.values(), *later])
+    report = compare_report.Report(comparison, results, chosen, tests, long_tests)
     output = common.result_path(args.output, f"compare_{args.preset}")
     write_json(output, report.result())
     print(report.text())

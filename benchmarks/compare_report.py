@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH
-
-from benchmarks import common, compare_plots
+from benchmarks import common, compare_mechanisms, compare_plots
 from benchmarks.compare_ablations import DECODERS, THRESHOLDS
 from benchmarks.compare_decoding import CHIP, SETTINGS, Setting
+from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH
 from benchmarks.compare_systems import TASKS, TRAINING
 from refusion_jax.config import to_dict
 
@@ -36,12 +35,14 @@ class Report:
       results: by cell place.
       chosen: the best setting of each system.
       tests: the cells of the test prompts, by system and seed.
+      long_tests: those with the weights of a longer training, by system.
     """
 
     comparison: Any
     results: dict[str, Any]
     chosen: dict[str, Setting]
     tests: dict[tuple[str, int], Any]
+    long_tests: dict[str, Any]
 
     def result(self) -> dict[str, Any]:
         """The record: `systems` has the mean over seeds, `..._spread` the least and the greatest; then all details."""
@@ -53,6 +54,7 @@ class Report:
             "chosen": {name: dataclasses.asdict(setting) for name, setting in self.chosen.items()},
             "tried": {name: self._of(cell) for name, cell in self.comparison.searches.items()},
             "tests": {f"{name}_{seed}": self._of(cell)[0]["outcome"] for (name, seed), cell in self.tests.items()},
+            "longer": {name: self._of(cell)[0]["outcome"] for name, cell in self.long_tests.items()},
             "training": {cell.name: self._of(cell) for cell in self.comparison.trained.values()},
             "curves": {str(seed): self._of(cell) for seed, cell in self.comparison.curves.items()},
             "ablations": {name: self._of(cell) for name, cell in self.comparison.ablations.items()},
@@ -116,8 +118,12 @@ class Report:
     def text(self) -> str:
         """The tables."""
         parts = [self._main_table(), self._task_table(), self._claim_table(), self._chosen_table()]
+        if self.long_tests:
+            parts += [self._long_table()]
         if self.comparison.ablations:
             parts += [self._ablation_table()]
+        if self.comparison.studies:
+            parts += [compare_mechanisms.text(self._of(self.comparison.studies["mechanisms"]))]
         return "\n\n".join(parts)
 
     def _main_table(self) -> str:
@@ -159,6 +165,18 @@ class Report:
     def _chosen_table(self) -> str:
         rows = [[LABELS[name], setting.trained, setting.text] for name, setting in self.chosen.items()]
         return common.table(["system", "weights", "settings chosen"], rows)
+
+    def _long_table(self) -> str:
+        preset, rows = self.comparison.preset, []
+        for name, cell in self.long_tests.items():
+            long, short = self._of(cell)[0]["outcome"], self._of(self.tests[name, 0])[0]["outcome"]
+            for steps, found in ((preset.steps, short), (preset.long_steps, long)):
+                rows.append([
+                    LABELS[name], f"{steps:,}", f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}",
+                    f"{found['projected'][CHIP]:,.0f}", *(f"{found['by_task'].get(task, 0):.2f}" for task in TASKS),
+                ])  # fmt: skip
+        header = ["one seed", "steps", "exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}", *TASKS]
+        return common.table(header, rows)
 
     def _ablation_table(self) -> str:
         rows = []

@@ -37,6 +37,7 @@ class Preset:
       ablation_seeds: how many times the ablations are trained.
       validation, test: held-out prompts that settings are chosen on, and that are counted.
       decode_rows: prompts decoded at once.
+      long_steps: of the systems in `LONGER`, once, to see what a larger budget changes; 0 for none.
       gsm8k_steps: of each system on GSM8K, from random weights; 0 for none.
     """
 
@@ -51,6 +52,7 @@ class Preset:
     validation: int = 120
     test: int = 360
     decode_rows: int = 32
+    long_steps: int = 12_000
     gsm8k_steps: int = 1_000
 
 
@@ -58,12 +60,12 @@ PRESETS = {
     "cpu": Preset(),
     "gpu": Preset(
         layers=6, width=256, batch_size=64, base_steps=1_000, steps=2_000, learning_rate=5e-3, seeds=1,
-        ablation_seeds=0, decode_rows=120, gsm8k_steps=0,
+        ablation_seeds=0, decode_rows=120, long_steps=0, gsm8k_steps=0,
     ),
     # Whether everything works, in two minutes or so; its figures mean nothing.
     "tiny": Preset(
         layers=1, width=32, batch_size=4, base_steps=6, steps=6, validation=6, test=12, seeds=2, decode_rows=12,
-        gsm8k_steps=4,
+        long_steps=8, gsm8k_steps=4,
     ),
 }  # fmt: skip
 
@@ -133,7 +135,7 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "left_to_right": {"slots": {"clean_order": "left_to_right"}},
     "without_ar": {"slots": {"ar_weight": 0.0}},
 }
-
+LONGER = ("refusion", "autoregressive", "llada")
 
 GSM8K_LENGTH = 384
 
@@ -172,7 +174,7 @@ def _with(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
     return dataclasses.replace(config, **replaced)
 
 
-def system_config(preset: Preset, seed: int, name: str, base: str) -> Config:
+def system_config(preset: Preset, seed: int, name: str, base: str, steps: int = 0) -> Config:
     """The run of a system, or of an ablation of ReFusion.
 
     Args:
@@ -180,11 +182,13 @@ def system_config(preset: Preset, seed: int, name: str, base: str) -> Config:
       seed: which repetition.
       name: of `TRAINING` or `ABLATIONS`.
       base: the run directory of the first weights.
+      steps: instead of the preset's.
     """
+    steps = steps or preset.steps
     config = base_config(preset, seed)
-    warmup = min(100, preset.steps)
+    warmup = min(100, steps)
     sections: dict[str, dict[str, Any]] = {
-        "train": {"steps": preset.steps, "seed": seed, "init_from": base, "eval_every": preset.steps // 6},
+        "train": {"steps": steps, "seed": seed, "init_from": base, "eval_every": steps // 6},
         "optimizer": {"schedule": "cosine", "warmup_steps": warmup},
     }
     for section, values in (TRAINING[name] if name in TRAINING else TRAINING["refusion"] | ABLATIONS[name]).items():
