@@ -33,10 +33,13 @@ _POLL_SECONDS = 2.0
 
 # Of the package only what decides a result: values of settings are in the key, whatever module declares them.
 _MODEL = ("refusion_jax/modeling",)
+_TRAINING = tuple(
+    f"refusion_jax/training/{name}.py" for name in ("evaluation", "loop", "optimizer", "state", "step", "weights")
+)
 _STUDY = (*_MODEL, "refusion_jax/decoding", "refusion_jax/methods.py", "refusion_jax/data/synthetic.py")
 PATHS = {
     "train": (
-        *_MODEL, "refusion_jax/data", "refusion_jax/training", "refusion_jax/objectives.py", "refusion_jax/slots.py",
+        *_MODEL, "refusion_jax/data", *_TRAINING, "refusion_jax/objectives.py", "refusion_jax/slots.py",
         "refusion_jax/views.py",
     ),
     "decode": (*_STUDY, "benchmarks/compare_decoding.py", "benchmarks/compare_projection.py"),

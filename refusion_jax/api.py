@@ -117,7 +117,7 @@ def load(
         tokenizer = read_tokenizer(directory)
         config = _with_kv_dtype(read_model_config(directory, tokenizer, dtype), kv_dtype)
         params, decode = read_params(directory, config, _shardings(config, mesh), quantize), DecodeConfig()
-        objective, blocks = read_objective(directory), ()
+        objective, blocks = read_objective(directory)
     return Model(config, Transformer(config), params, tokenizer, decode, mesh, objective, blocks)
 
 

@@ -6,8 +6,9 @@
 `export` writes what `transformers` loads: of the newest checkpoint of a run, with adapters merged in, or of anything
 else that `load` takes. `import` makes a run directory of a Hugging Face directory or a model of the Hub ("org/name"),
 which decodes and which train.init_from may name; --objective says what its weights were trained for where its
-config.json does not, as that of a plain Qwen3. Tensors keep their type unless --dtype says otherwise. The second
-directory appears when it is complete; one that holds something is refused.
+config.json does not, as that of a plain Qwen3, and --block_lengths in which blocks, of block_diffusion. Tensors keep
+their type unless --dtype says otherwise. The second directory appears when it is complete; one that holds something is
+refused.
 """
 
 import os
@@ -39,6 +40,9 @@ flags.DEFINE_enum(
     "With import: what the weights were trained for; by default what config.json says, or else hybrid.",
     flag_values=FLAGS,
 )
+flags.DEFINE_list(
+    "block_lengths", [], "With import, of block_diffusion: lengths of the blocks it was trained in.", flag_values=FLAGS
+)
 flags.DEFINE_string("max-shard-size", "5GB", "Most bytes of tensors in a file of an export.", flag_values=FLAGS)
 
 
@@ -64,15 +68,52 @@ def _convert(args: flags.FlagValues) -> None:
         raise ConfigError(f"{target} lies inside {source}, which is read; name a directory elsewhere.")
     model = api.load(args.source, dtype=args.dtype)
     if args.command == "export":
-        if args.objective is not None:
-            raise ConfigError("--objective belongs to import; an export says what the run was trained for.")
-        objective = model.objective
-        export_checkpoint(model.params, model.config, target, model.tokenizer, max_shard_size=size, objective=objective)
+        for flag in ("objective", "block_lengths"):
+            if args[flag].present:
+                raise ConfigError(f"--{flag} belongs to import; an export says what the run was trained for.")
+        export_checkpoint(
+            model.params,
+            model.config,
+            target,
+            model.tokenizer,
+            max_shard_size=size,
+            objective=model.objective,
+            block_lengths=model.block_lengths,
+        )
     else:
         with new_directory(target) as temporary:
-            objective = args.objective or model.objective
-            write_run(temporary, model.config, model.params, model.tokenizer, objective)
+            write_run(temporary, model.config, model.params, model.tokenizer, *_trained_for(args, model))
     print(f"Written to {target}.")
+
+
+def _trained_for(args: flags.FlagValues, model: api.Model) -> tuple[str, tuple[int, ...]]:
+    """The training objective and block lengths that an imported model's run has."""
+    objective = args.objective or model.objective
+    if model.objective not in ("", objective):
+        raise ConfigError(
+            f"--objective is {objective!r}, but {args.source} says that it was trained for {model.objective!r}; leave "
+            "the flag out."
+        )
+    text = ",".join(args.block_lengths)
+    if not all(length.isdecimal() and int(length) for length in args.block_lengths):
+        raise ConfigError(f"--block_lengths is {text}; give whole numbers of at least 1, separated by commas.")
+    given = tuple(map(int, args.block_lengths))
+    lengths = model.block_lengths or given
+    if given and objective != "block_diffusion":
+        raise ConfigError(
+            f"--block_lengths is {text}, which belongs to the objective block_diffusion, not to "
+            f"{objective or 'hybrid'!r}; leave it out."
+        )
+    if given not in ((), lengths):
+        raise ConfigError(
+            f"--block_lengths is {text}, but {args.source} says that it was trained in blocks of "
+            f"{', '.join(map(str, lengths))}; leave the flag out."
+        )
+    if objective == "block_diffusion" and not lengths:
+        raise ConfigError(
+            "--block_lengths is missing: block diffusion decodes in blocks of the lengths it was trained with."
+        )
+    return objective, lengths
 
 
 def named(arguments: Sequence[str]) -> list[str]:

@@ -18,7 +18,8 @@ from refusion_jax.huggingface.safetensors_files import open_tensors
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 REFUSION_MASK_TOKEN_ID = 151_670
-OBJECTIVE_FIELD = "training_objective"  # ours: other programs leave it alone
+# Ours: other programs leave them alone.
+OBJECTIVE_FIELD, BLOCKS_FIELD = "training_objective", "training_block_lengths"
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -98,13 +99,16 @@ def stated_mask_token_id(directory: Path) -> int | None:
     return token if token is not None and token >= 0 else None
 
 
-def read_objective(directory: Path) -> str:
+def read_objective(directory: Path) -> tuple[str, tuple[int, ...]]:
     """What a directory's weights were trained for, one of `config.OBJECTIVES`; "" where its `config.json` does not say.
 
     LLaDA and Dream are architectures of their own; a ReFusion is a plain Qwen3 unless this package wrote it.
 
+    Returns:
+      the objective, and the lengths of the blocks that "block_diffusion" was trained in, as far as they are told.
+
     Raises:
-      CheckpointError: when the file is missing or malformed, or names an unknown objective.
+      CheckpointError: when the file is missing or malformed, or names an unknown objective or no lengths.
     """
     fields = _read_fields(directory)
     objective = fields.text(OBJECTIVE_FIELD, "")
@@ -112,7 +116,10 @@ def read_objective(directory: Path) -> str:
         raise CheckpointError(
             f"{fields.where} has the {OBJECTIVE_FIELD} {objective!r}, which is none.{nearest(objective, OBJECTIVES)}"
         )
-    return objective or {"llada": "llada", "Dream": "dream"}.get(fields.values["model_type"], "")
+    lengths = fields.integers(BLOCKS_FIELD)
+    if min(lengths, default=1) < 1:
+        raise CheckpointError(f"{fields.where} has the {BLOCKS_FIELD} {list(lengths)}; a block has at least one token.")
+    return objective or {"llada": "llada", "Dream": "dream"}.get(fields.values["model_type"], ""), lengths
 
 
 def read_layout(directory: Path) -> Layout:

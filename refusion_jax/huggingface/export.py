@@ -13,7 +13,14 @@ import numpy as np
 
 from refusion_jax.config import DTYPES, ModelConfig
 from refusion_jax.files import replace_file, write_json
-from refusion_jax.huggingface.architectures import ATTENTION, CONFIG_NAME, GENERATION_CONFIG_NAME, MLP, OBJECTIVE_FIELD
+from refusion_jax.huggingface.architectures import (
+    ATTENTION,
+    BLOCKS_FIELD,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    MLP,
+    OBJECTIVE_FIELD,
+)
 from refusion_jax.huggingface.directories import new_directory, read_object
 from refusion_jax.huggingface.errors import CheckpointError
 from refusion_jax.huggingface.names import TensorSpec, get, stored_name, tensor_specs
@@ -55,6 +62,7 @@ def export_checkpoint(
     dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
     objective: str = "",
+    block_lengths: tuple[int, ...] = (),
 ) -> None:
     """Writes a model as a directory that `transformers` and `load` read. The host holds one tensor at a time.
 
@@ -66,6 +74,7 @@ def export_checkpoint(
       dtype: of the tensors; by default that of the parameters.
       max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
       objective: what the model was trained for, which `load` reads again; "" where that is not known.
+      block_lengths: of "block_diffusion" the lengths of the blocks it was trained in, as far as known.
 
     Raises:
       CheckpointError: when `directory` holds something or cannot be written, the parameters are quantised, or no
@@ -77,6 +86,7 @@ def export_checkpoint(
         raise CheckpointError(f"dtype is {dtype!r}, not one of {', '.join(DTYPES)}.")
     described = describe(config, dtype, getattr(tokenizer, "bos_token_id", None))
     described |= {OBJECTIVE_FIELD: objective} if objective else {}
+    described |= {BLOCKS_FIELD: list(block_lengths)} if block_lengths else {}
     with new_directory(directory) as temporary:
         if tokenizer is not None:
             tokenizer.export(temporary)

@@ -74,22 +74,6 @@ def test_an_export_reads_back(name, tmp_path):
     assert described["architectures"] == [f"{name.split()[0].capitalize()}ForCausalLM"]
 
 
-def test_an_export_tells_what_it_was_trained_for(tmp_path):
-    config, params = make()
-    export_checkpoint(params, config, tmp_path / "plain")
-    export_checkpoint(params, config, tmp_path / "diffusion", objective="block_diffusion")
-    assert rf.load(tmp_path / "plain").objective == ""
-    assert rf.load(tmp_path / "diffusion").objective == "block_diffusion"
-    write_run(tmp_path, config, params, None, "dream")
-    assert rf.load(tmp_path).objective == "dream"
-    path = tmp_path / "diffusion" / "config.json"
-    path.write_text(path.read_text().replace("block_diffusion", "blockdiffusion"))
-    with pytest.raises(
-        CheckpointError, match=r"training_objective 'blockdiffusion', which is none\. Did you mean 'block_"
-    ):
-        rf.load(tmp_path / "diffusion")
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_half_precision_in_several_files(dtype, tied, tmp_path):
@@ -195,6 +179,56 @@ def test_what_is_no_size(text):
 
 def run(*arguments):
     command_line.run(__main__.main, __main__.FLAGS, arguments=__main__.named(list(map(str, arguments))))
+
+
+def test_an_export_tells_what_it_was_trained_for(tmp_path):
+    config, params = make()
+    export_checkpoint(params, config, tmp_path / "plain")
+    export_checkpoint(params, config, tmp_path / "blocks", objective="block_diffusion", block_lengths=(4, 12))
+    assert rf.load(tmp_path / "plain").objective == ""
+    run("import", tmp_path / "blocks", tmp_path / "same")
+    run("import", tmp_path / "plain", tmp_path / "dream", "--objective=dream")
+    run("import", tmp_path / "plain", tmp_path / "told", "--objective=block_diffusion", "--block_lengths=4,12")
+    for name, blocks in (("blocks", (4, 12)), ("same", (4, 12)), ("told", (4, 12)), ("dream", ())):
+        model = rf.load(tmp_path / name)
+        assert (model.objective, model.block_lengths) == ("block_diffusion" if blocks else "dream", blocks)
+    path = tmp_path / "blocks" / "config.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps(stated | {"training_objective": "blockdiffusion"}))
+    with pytest.raises(CheckpointError, match=r"training_objective 'blockdiffusion', which is none\. Did you mean 'bl"):
+        rf.load(tmp_path / "blocks")
+    path.write_text(json.dumps(stated | {"training_block_lengths": [4, 0]}))
+    with pytest.raises(CheckpointError, match=r"training_block_lengths \[4, 0\]; a block has at least one token"):
+        rf.load(tmp_path / "blocks")
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "message"),
+    [
+        ("llada", ["--objective=dream"], "--objective is 'dream', but * says that it was trained for 'llada'; leave"),
+        (
+            "llada",
+            ["--block_lengths=4"],
+            "--block_lengths is 4, which belongs to the objective block_diffusion, not to 'l",
+        ),
+        (
+            "blocks",
+            ["--block_lengths=8"],
+            "--block_lengths is 8, but * says that it was trained in blocks of 4, 12; leave",
+        ),
+        ("plain", ["--objective=block_diffusion"], "--block_lengths is missing: block diffusion decodes in blocks of"),
+        ("plain", ["--objective=block_diffusion", "--block_lengths=4,x"], "--block_lengths is 4,x; give whole numbers"),
+    ],
+)
+def test_what_an_import_is_told_must_fit(source, flags, message, tmp_path, capsys):
+    config, params = make()
+    about = {"llada": ("llada", ()), "blocks": ("block_diffusion", (4, 12)), "plain": ("", ())}[source]
+    export_checkpoint(params, config, tmp_path / "model", objective=about[0], block_lengths=about[1])
+    with pytest.raises(SystemExit) as end:
+        run("import", tmp_path / "model", tmp_path / "run", *flags)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and not (tmp_path / "run").exists()
+    assert all(part in error for part in message.split("*"))
 
 
 def test_a_run_becomes_a_directory_and_a_run_again(tiny_run, tiny_config, tmp_path, capsys):
