@@ -236,22 +236,22 @@ class Report:
         for label, decoder in DECODERS.items():
             points = []
             for threshold in THRESHOLDS:
-                wanted = decoder | {"slot_size": size, "token_threshold": threshold}
-                found = list(self._matching(wanted, redraft=decoder.get("redraft", False)))
-                points.append([statistics.mean(each[field] for each in found)
-                               for field in ("tokens_per_forward", "exact_match")])  # fmt: skip
+                wanted = {"redraft": False} | decoder | {"slot_size": size, "token_threshold": threshold}
+                found = list(self._matching(wanted))
+                points.append(
+                    [statistics.mean(each[field] for each in found) for field in ("tokens_per_forward", "exact_match")]
+                )
             system = "refusion_paper_decoding" if label == "paper" else "refusion"
             x, y = ([point[k] for point in points] for k in (0, 1))
-            drawn.append(compare_plots.Curve(system, label, x, y, [], [], [f"{each:g}" for each in THRESHOLDS]))
+            drawn.append(compare_plots.Curve(system, label, x, y, marks=[f"{each:g}" for each in THRESHOLDS]))
         return drawn
 
-    def _matching(self, wanted: dict[str, Any], redraft: bool) -> Iterable[dict[str, Any]]:
+    def _matching(self, wanted: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """What came of the curves' settings that have all these values."""
         for cell in self.comparison.curves.values():
             for each in self._of(cell):
-                decode = each["setting"]["decode"]
-                if all(decode[name] == value for name, value in wanted.items()) and (
-                    decode.get("redraft", False) == redraft
-                ):
+                decode = {"redraft": False} | each["setting"]["decode"]
+                if all(decode[name] == value for name, value in wanted.items()):
                     yield each["outcome"]
 
 
@@ -263,4 +263,4 @@ def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
 def _curve(name: str, records: Sequence[dict[str, Any]]) -> compare_plots.Curve:
     found = [record for record in records if "eval_nats_per_token" in record]
     steps, nats = ([record[key] for record in found] for key in ("step", "eval_nats_per_token"))
-    return compare_plots.Curve(name, LABELS[name], steps, nats, [], [], [])
+    return compare_plots.Curve(name, LABELS[name], steps, nats)

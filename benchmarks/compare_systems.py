@@ -62,7 +62,7 @@ PRESETS = {
         layers=6, width=256, batch_size=64, base_steps=1_000, steps=2_000, learning_rate=5e-3, seeds=1,
         ablation_seeds=0, decode_rows=120, long_steps=0, gsm8k_steps=0,
     ),
-    # Whether everything works, in two minutes or so; its figures mean nothing.
+    # Whether everything works, in a quarter of an hour of compiling; its figures mean nothing.
     "tiny": Preset(
         layers=1, width=32, batch_size=4, base_steps=6, steps=6, validation=6, test=12, seeds=2, decode_rows=12,
         long_steps=8, gsm8k_steps=4,

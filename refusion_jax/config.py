@@ -745,6 +745,18 @@ class Config:
         objective, metric = self.train.objective, self.checkpoint.best_metric
         if objective == "hybrid":
             return
+        for term in {"ar_loss", "mdm_loss"} - set(loss_terms(objective)):
+            unused = term.replace("loss", "weight")
+            require(
+                getattr(self.slots, unused) == getattr(SlotsConfig, unused),
+                f"slots.{unused} is {getattr(self.slots, unused)}, but train.objective {objective!r} has no such loss; "
+                "leave it out.",
+            )
+        require(
+            self.slots.clean_order == SlotsConfig.clean_order,
+            f"slots.clean_order is {self.slots.clean_order!r}, but train.objective {objective!r} has no clean slots; "
+            "leave it out.",
+        )
         weight = loss_terms(objective)[0].replace("loss", "weight")
         require(
             getattr(self.slots, weight) > 0,

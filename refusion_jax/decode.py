@@ -60,7 +60,7 @@ from refusion_jax.file_job import answer_file, response_fields
 from refusion_jax.files import fingerprint, read_lines, writing_out
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.huggingface import local_directory
-from refusion_jax.methods import CHOICES, SLOT_SETTINGS, Method, choose_method, methods_of
+from refusion_jax.methods import CHOICES, METHOD_SETTINGS, SLOT_SETTINGS, Method, choose_method, methods_of
 from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.processes import PROCESS_FLAGS, Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
@@ -70,9 +70,6 @@ from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, T
 
 # What `load` reads of a Hugging Face directory.
 _HUGGING_FACE_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
-
-# Flags that make a `Method`, besides --method, which is its name.
-METHOD_SETTINGS = tuple(field.name for field in dataclasses.fields(Method) if field.name != "name")
 
 # What prompts and answers need; compiling has neither.
 _NOT_COMPILED = (
@@ -449,7 +446,7 @@ def _method_identity(args: flags.FlagValues, method: Method) -> dict[str, Any]:
     """None of ReFusion's own method, as in what was begun before there were others."""
     if method.name == "refusion":
         return dict.fromkeys(("method", *METHOD_SETTINGS, "allow_objective"))
-    settings = {name: getattr(method, name) for name in METHOD_SETTINGS}
+    settings = {name: getattr(method, name) for name in METHOD_SETTINGS} | {"ordering": method.scores}
     return {"method": method.name, **settings, "allow_objective": args.allow_objective}
 
 

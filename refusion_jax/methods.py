@@ -32,6 +32,7 @@ METHODS = ("refusion", "autoregressive", "llada", "dream", "block_diffusion")
 ORDERINGS = ("confidence", "entropy", "margin", "random")
 CACHES = ("none", "prefix", "dual")
 UNCONDITIONAL = ("mask", "empty")
+MIN_THRESHOLD, MAX_FACTOR = 1e-30, 100_000  # what is less, and more, makes no difference or no number in float32
 CHOICES = {"name": METHODS, "ordering": ORDERINGS, "cache": CACHES, "unconditional": UNCONDITIONAL}
 OBJECTIVE_OF = dict(zip(METHODS, OBJECTIVES, strict=True))
 METHOD_OF = dict(zip(OBJECTIVES, METHODS, strict=True))
@@ -100,7 +101,14 @@ class Method:
                 f"{', '.join(methods)}: leave it out.",
             )
         require_minimum("method", self, block_length=0, steps=0, threshold=0, factor=0, guidance=0)
-        require(self.threshold <= 1, f"method.threshold is {self.threshold!r}; a score lies in [0, 1].")
+        require(
+            self.threshold == 0 or MIN_THRESHOLD <= self.threshold <= 1,
+            f"method.threshold is {self.threshold!r}; a score lies in [0, 1]: give 0 for none, or at least "
+            f"{MIN_THRESHOLD}.",
+        )
+        for field in ("factor", "guidance"):
+            value = getattr(self, field)
+            require(value <= MAX_FACTOR, f"method.{field} is {value!r}; it can be at most {MAX_FACTOR:,}: lower it.")
         if self.ordering:
             require_choice("method.ordering", self.ordering, ORDERINGS)
         require_choice("method.cache", self.cache, CACHES)
@@ -164,10 +172,14 @@ class Method:
             known = [count * each for each in range(1, length + 1)]
             shown = ", ".join(map(str, known if len(known) <= 12 else [*known[:6], "...", *known[-3:]]))
             raise ConfigError(
-                f"method.steps is {steps}, which {count} blocks of {length} tokens cannot share equally, with one to "
-                f"{length} steps each: use one of {shown}."
+                f"method.steps is {steps}, which {count} block{'s' * (count > 1)} of {length} tokens cannot share "
+                f"equally, with one to {length} steps each: use one of {shown}."
             )
         return length, steps // count
+
+
+# Of `Method`, besides its name.
+METHOD_SETTINGS = tuple(field.name for field in dataclasses.fields(Method) if field.name != "name")
 
 
 def methods_of(objective: str) -> tuple[str, ...]:

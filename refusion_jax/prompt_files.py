@@ -17,7 +17,7 @@ from refusion_jax.config import ConfigError, DecodeConfig, from_dict, to_dict
 from refusion_jax.data.chat import shorten
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.files import read_lines
-from refusion_jax.methods import SLOT_SETTINGS, Method
+from refusion_jax.methods import METHOD_SETTINGS, SLOT_SETTINGS, Method
 from refusion_jax.processes import Process, Signals
 from refusion_jax.prompts import Prepared, conversation
 
@@ -186,6 +186,9 @@ class Reader:
         seed = settings.get("seed", self.seed)
         if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
             raise ConfigError(f"decode.seed is {seed!r}; it must be a whole number in [0, 2**31).")
+        for name in ("method", *METHOD_SETTINGS):
+            if name in settings:
+                raise ConfigError(f"decode.{name} is about the method, one for all lines; give --{name} instead.")
         for name in SLOT_SETTINGS if self.method.name != "refusion" else ():
             if name in settings:
                 raise ConfigError(

@@ -315,6 +315,14 @@ def test_configs_are_frozen():
             "'eval_nats_per_token'.",
         ),
         (
+            {"train": {"objective": "llada"}, "slots": {"ar_weight": 0.5}},
+            "slots.ar_weight is 0.5, but train.objective 'llada' has no such loss; leave it out.",
+        ),
+        (
+            {"train": {"objective": "autoregressive"}, "slots": {"clean_order": "left_to_right"}},
+            "slots.clean_order is 'left_to_right', but train.objective 'autoregressive' has no clean slots; leave it",
+        ),
+        (
             {"train": {"objective": "block_diffusion"}, "slots": {"sizes": [4, 24]}},
             "decode.gen_length is 64, which blocks of 24, the longest of slots.sizes, do not divide; change one, or",
         ),

@@ -80,8 +80,7 @@ def test_a_file_is_answered_and_goes_on_with_the_same_method_only(run, expected,
     assert [each.get("error") for each in found[3:]] == [
         None,
         "decode.slot_size is for slots, which the method 'llada' does not have; leave it out.",
-        "method.steps is 4, which 1 blocks of 2 tokens cannot share equally, with one to 2 steps each: use one of 1, "
-        "2.",
+        "method.steps is 4, which 1 block of 2 tokens cannot share equally, with one to 2 steps each: use one of 1, 2.",
         "The method 'llada' does not fill holes; give a prompt instead of segments.",
     ]
     written = target.read_bytes()

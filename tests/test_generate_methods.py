@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import refusion_jax as rf
@@ -62,6 +64,15 @@ def test_every_method_answers(method, chat_model):
     assert all(1 <= forwards <= 8 for forwards in result.forwards)
     assert set(result.finish_reason) <= {"eos", "length"}
     assert [text is not None for text in result.text] == [True] * 6
+    pairs = zip(result.tokens, result.forwards, strict=True)
+    assert result.tpf == [len(tokens) / forwards for tokens, forwards in pairs]
+
+
+@pytest.mark.parametrize("method", [rf.Method(), rf.Method("autoregressive")], ids=lambda method: method.name)
+def test_weights_that_are_not_finite_are_refused(method, chat_model):
+    broken = dataclasses.replace(chat_model, params=jax.tree.map(lambda leaf: leaf * jnp.nan, chat_model.params))
+    with pytest.raises(rf.ConfigError, match="logits for prompt 0 are not all numbers; look for weights of the check"):
+        rf.generate(broken, PROMPTS[:1], CONFIG, method=method)
 
 
 def test_samples_and_seeds(model):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from refusion_jax.config import DecodeConfig
+from refusion_jax.config import ConfigError, DecodeConfig
 from refusion_jax.decoding.layout import Layout
 
 
@@ -33,7 +33,7 @@ class Answer:
       forwards: forwards the row took part in; the first draft counts, the prefill does not.
       finish_reason: "eos" (of a template: in every hole), "length", "stop" or "cancelled".
       tpf: the authors' tokens-per-forward for algorithm "paper" (a mean over acceptances), committed tokens per forward
-        otherwise.
+        otherwise; of other methods than "refusion" the tokens up to the first EOS, since much behind it may be decided.
     """
 
     index: int
@@ -152,8 +152,16 @@ class Row:
 def read_row(
     row: Row, layout: Layout, config: DecodeConfig, eos_ids: Sequence[int], index: int, sample: int, reason: str | None
 ) -> Answer:
-    """The answer that a row's state holds, without texts; `reason` where it did not end by itself."""
+    """The answer that a row's state holds, without texts; `reason` where it did not end by itself.
+
+    Raises:
+      ConfigError: when a token has no probability.
+    """
     offsets = np.flatnonzero(row.committed)
+    if np.isnan(row.probabilities[offsets]).any():
+        raise ConfigError(
+            f"The logits for prompt {index} are not all numbers; look for weights of the checkpoint that are none."
+        )
     committed = row.tokens[offsets]
     is_eos = np.isin(row.tokens, list(eos_ids))
     parts = layout.by_hole(np.arange(layout.response_length))

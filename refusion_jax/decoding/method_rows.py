@@ -4,6 +4,7 @@ Sizes are rounded up to the buckets of ReFusion's decoder, so that another batch
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -159,6 +160,7 @@ def _answers(responses: Any, jobs: Sequence[Job], model: ModelConfig, statistics
             events=0,
         )
         answer = read_row(row, job.layout, job.config, model.eos_token_ids, job.index, job.sample, None)
+        answer = dataclasses.replace(answer, tpf=len(answer.tokens) / max(answer.forwards, 1))
         statistics.prompts += 1
         statistics.tokens += len(answer.tokens)
         statistics.forwards += answer.forwards
