@@ -164,8 +164,7 @@ def gsm8k_config(preset: Preset, name: str, file: str) -> Config:
     }  # fmt: skip
     for section, values in TRAINING[name].items():
         sections[section] = sections.get(section, {}) | values
-    if "pad_responses" in sections["data"]:
-        sections["data"]["pad_responses"] = LONGEST_BLOCK
+    sections["data"]["pad_responses"] = LONGEST_BLOCK  # of all, so that the same examples fit a row
     return _with(config, sections)
 
 
