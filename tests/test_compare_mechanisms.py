@@ -153,6 +153,7 @@ def test_a_replaced_token_leaves_no_keys_and_values_behind(make_network, network
         assert is_causal(make_network, network, case, single, Repairs(checked=True))
 
 
+@pytest.mark.slow
 def test_the_study(model, make_network, cases, monkeypatch):
     monkeypatch.setattr(compare_mechanisms, "BATCH_SIZE", 1)
     recorded = [case for case, _ in cases]

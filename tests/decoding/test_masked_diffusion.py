@@ -209,9 +209,15 @@ def test_drawn_tokens():
 # ---- with a cache --------------------------------------------------------------------------------------------------
 
 CACHED = [(name, cache) for name in ("llada", "dream") for cache in ("prefix", "dual")]
+OFTEN = {("llada", "prefix"), ("dream", "dual")}  # the others are compiled with the slow tests
 
 
-@pytest.mark.parametrize(("name", "cache"), CACHED)
+def cached(*more):
+    """Cases of all systems and caches, with further values."""
+    return [pytest.param(*each, *more, marks=[] if each in OFTEN else pytest.mark.slow) for each in CACHED]
+
+
+@pytest.mark.parametrize(("name", "cache"), cached())
 def test_what_a_block_keeps(name, cache):
     rows = check(Method(name, cache=cache, block_length=3))
     assert any(plain.cached for plain in rows)
@@ -228,7 +234,7 @@ def test_drawn_tokens_with_a_cache():
 
 @pytest.mark.parametrize(
     ("name", "cache", "way"),
-    [(*each, {"block_length": 3, "threshold": 1e-6}) for each in CACHED] + [("dream", "dual", {"block_length": 1})],
+    [*cached({"block_length": 3, "threshold": 1e-6}), ("dream", "dual", {"block_length": 1})],
 )
 def test_blocks_of_one_forward_are_exact(name, cache, way):
     _, rows = requests(Method(name, **way))
@@ -257,6 +263,7 @@ def test_a_row_does_not_depend_on_the_others(method, temperature):
         assert not idle.committed.any() and not idle.forwards.any() and not idle.positions.any()
 
 
+@pytest.mark.slow
 def test_room_for_more_changes_nothing():
     """Another row, longer prompts, longer responses."""
     prompts, rows = requests(DUAL, temperature=1.0)

@@ -248,8 +248,8 @@ def main(path, names):
                 "collectives": collectives(mesh),
                 "buffer_share": share[:3],
                 "refused": refusals(mesh),
-                "auto_rows": rf.api._rows(model, "auto", 8, 8),
-                "rounded_rows": rf.api._rows(model, 6, 8, 8),
+                "auto_rows": rf.api._rows(model, "auto", 8, 8, rf.Method()),
+                "rounded_rows": rf.api._rows(model, 6, 8, 8, rf.Method()),
             }
     path.write_text(json.dumps(results))
 

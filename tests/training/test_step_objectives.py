@@ -122,6 +122,7 @@ def test_held_out_nats(objective, batch, mesh, start):
     assert float(sums.tokens) == EXAMPLES * RESPONSE
 
 
+@pytest.mark.slow
 def test_nats_of_slots_is_the_mean_over_their_orders(mesh, start):
     """Two slots of two tokens: the chain rule along either order, each half of the time."""
     initial, shardings = start
