@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                      # all cells, one after another; the same command goes on
     python benchmarks/compare.py --list               # what is finished, and how long it took
+    python benchmarks/compare.py --only='decode/search_*'    # these cells and what they need, and no report
     python benchmarks/compare.py --preset=gpu         # one seed of a larger model, without ablations
 
 Everything is made of cells in --workdir: a training run, a search of settings, a decode of the test prompts. Several
@@ -10,10 +11,11 @@ finished, the table is printed, and written to --output with pictures beside it 
 """
 
 import dataclasses
+import fnmatch
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ flags.DEFINE_string("pictures", None, "Directory for pictures; none by default."
 flags.DEFINE_string(
     "gsm8k", "../shared/data/gsm8k/train.jsonl", "GSM8K's training problems; empty leaves them out.", flag_values=FLAGS
 )
+flags.DEFINE_string("only", None, "Pattern of the cells to compute, such as train/llada_*.", flag_values=FLAGS)
 define_flags(FLAGS)
 
 
@@ -261,6 +264,20 @@ def _tried(found: Sequence[dict[str, Any]]) -> list[tuple[Setting, Outcome]]:
     return [(Setting(**each["setting"]), Outcome(**each["outcome"])) for each in found]
 
 
+def _run_some(cells: Cells, known: Sequence[Cell], pattern: str) -> None:
+    wanted = {cell.place: cell for cell in known if fnmatch.fnmatchcase(cell.place, pattern)}
+    if not wanted:
+        raise ConfigError(f"--only {pattern} is no cell's place; --list tells them.")
+    queue = list(wanted.values())
+    while queue:  # what a cell comes after is needed, too
+        for each in queue.pop().after:
+            if each.place not in wanted:
+                wanted[each.place] = each
+                queue.append(each)
+    cells.run([cell for cell in known if cell.place in wanted])
+    print(cells.table([cell for cell in known if cell.place in wanted]))
+
+
 def main(args: flags.FlagValues) -> None:
     """Computes what is missing, prints the table and writes the result."""
     if not Path(args.gsm8k or ".").exists():
@@ -268,15 +285,14 @@ def main(args: flags.FlagValues) -> None:
     keep_freed_memory()
     comparison = Comparison(PRESETS[args.preset], Path(args.workdir), args.gsm8k)
     cells = Cells(comparison.workdir, allow_dirty=args.allow_dirty, recompute=args.recompute)
-    parts: list[Callable[[], Sequence[Cell]]] = [
-        lambda: [*comparison.bases, *comparison.trained.values()],
-        lambda: list(comparison.searches.values()),
-    ]
-    first = [cell for part in parts for cell in part()]
+    first = [*comparison.bases, *comparison.trained.values(), *comparison.searches.values()]
     later = [*comparison.curves.values(), *comparison.ablations.values(), *comparison.studies.values()]
     later += comparison.gsm8k_runs.values()
     if args.list:
         print(cells.table([*first, *later]))
+        return
+    if args.only is not None:
+        _run_some(cells, [*first, *later], args.only)
         return
     results = cells.run(first)
     chosen = {name: choose(_tried(results[cell.place])) for name, cell in comparison.searches.items()}
