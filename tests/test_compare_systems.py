@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks import compare
 from benchmarks.compare_ablations import ablation_settings, curve_settings
 from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, _keys_read, choose
-from benchmarks.compare_systems import ABLATIONS, PRESETS, TRAINING, base_config, gsm8k_config, system_config
+from benchmarks.compare_systems import ABLATIONS, LONGER, PRESETS, TRAINING, base_config, gsm8k_config, system_config
+from refusion_jax import command_line
 from refusion_jax.config import DecodeConfig, to_dict
 from refusion_jax.data import load_dataset, make_batches
 from refusion_jax.methods import Method
@@ -115,3 +117,37 @@ def test_the_fastest_of_the_best_is_chosen():
 def test_keys_that_forwards_read():
     # Of three forwards the first commits two tokens, the last one; the prompt has five.
     assert _keys_read(5, [0, 0, 2], 3) == 5 + 7 + 7
+
+
+# ---- the script ----------------------------------------------------------------------------------------------------
+
+
+def run_script(*arguments):
+    command_line.run(compare.main, compare.FLAGS, arguments=[f"--{argument}" for argument in arguments])
+
+
+def test_all_cells_are_listed(tmp_path, capsys):
+    run_script("preset=tiny", f"workdir={tmp_path}", "gsm8k=", "list")
+    listed = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(set(listed)) == len(listed)
+    training = {place.removeprefix("train/") for place in listed if place.startswith("train/")}
+    assert training == {
+        *(f"{name}_{seed}" for name in ["base", *TRAINING] for seed in range(TINY.seeds)),
+        *(f"{name}_0" for name in ABLATIONS),
+        *(f"long_{name}_0" for name in LONGER),
+    }
+    assert {f"decode/search_{name}" for name in SETTINGS} < set(listed)
+    assert {"dependence/llada_0", "mechanisms/refusion_0"} < set(listed)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("only=train/bert_*", "--only train/bert_* is no cell's place; --list tells them."),
+        ("gsm8k=none.jsonl", "--gsm8k none.jsonl is no file; give that of GSM8K's training problems, or '' for none."),
+    ],
+)
+def test_what_the_script_refuses(argument, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_script("preset=tiny", f"workdir={tmp_path}", "gsm8k=", argument)
+    assert end.value.code == 2 and message in capsys.readouterr().err
