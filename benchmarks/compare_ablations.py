@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.compare_decoding import Setting
 
-THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 DECODERS: dict[str, dict[str, Any]] = {
     "self-correcting": {"algorithm": "self_correcting"},
     "self-correcting, redraft": {"algorithm": "self_correcting", "redraft": True},

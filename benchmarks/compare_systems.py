@@ -52,7 +52,7 @@ class Preset:
     validation: int = 120
     test: int = 360
     decode_rows: int = 32
-    long_steps: int = 12_000
+    long_steps: int = 10_000
     gsm8k_steps: int = 1_000
 
 
