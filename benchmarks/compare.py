@@ -300,7 +300,7 @@ def main(args: flags.FlagValues) -> None:
     results |= cells.run([*first, *tests.values(), *long_tests.values(), *later])
     report = compare_report.Report(comparison, results, chosen, tests, long_tests)
     output = common.result_path(args.output, f"compare_{args.preset}")
-    write_json(output, report.result())
+    write_json(output, report.result() | {"cell_commits": cells.commits})
     print(report.text())
     if args.pictures:
         report.draw(Path(args.pictures))

@@ -115,6 +115,11 @@ class Cells:
         # At once: the checkout may move on while this process computes with the code it has loaded.
         self._sources = {kind: read_source(root, each) for kind, each in paths.items()}
 
+    @property
+    def commits(self) -> dict[str, str]:
+        """By kind of cells, the commit that last changed what they depend on."""
+        return {kind: source.commit for kind, source in self._sources.items()}
+
     def directory(self, cell: Cell) -> Path:
         """Where a cell is."""
         return self._workdir / cell.kind / cell.name

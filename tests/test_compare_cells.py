@@ -185,3 +185,8 @@ def test_refuses_cells_without_what_they_use_and_directories_of_others(open_cell
     with pytest.raises(ConfigError, match=r"train/refusion has files but no cell.json"):
         open_cells(recompute=True).run([trained])
     assert mine.read_text() == "mine"
+
+
+def test_kinds_of_cells_tell_their_commits(open_cells):
+    commits = open_cells().commits
+    assert commits and all(len(commit) >= 40 for commit in commits.values())
