@@ -13,6 +13,8 @@ from benchmarks.compare_mechanisms import VARIANTS, mechanisms, text
 from benchmarks.compare_repairs import Network, Origin, Repairs, decode
 from refusion_jax.config import ConfigError
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = Path(__file__).parent / "data" / "reference"
 SETTINGS = ("gen_length", "slot_size", "serial_num_blocks", "slot_threshold", "token_threshold")
 LONGEST, CAPACITY = 32, 64  # tokens of a prompt and of a response; of both together
@@ -153,7 +155,6 @@ def test_a_replaced_token_leaves_no_keys_and_values_behind(make_network, network
         assert is_causal(make_network, network, case, single, Repairs(checked=True))
 
 
-@pytest.mark.slow
 def test_the_study(model, make_network, cases, monkeypatch):
     monkeypatch.setattr(compare_mechanisms, "BATCH_SIZE", 1)
     recorded = [case for case, _ in cases]

@@ -68,7 +68,11 @@ def test_every_method_answers(method, chat_model):
     assert result.tpf == [len(tokens) / forwards for tokens, forwards in pairs]
 
 
-@pytest.mark.parametrize("method", [rf.Method(), rf.Method("autoregressive")], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [rf.Method("autoregressive"), pytest.param(rf.Method(), marks=pytest.mark.slow)],
+    ids=lambda method: method.name,
+)
 def test_weights_that_are_not_finite_are_refused(method, chat_model):
     broken = dataclasses.replace(chat_model, params=jax.tree.map(lambda leaf: leaf * jnp.nan, chat_model.params))
     with pytest.raises(rf.ConfigError, match="logits for prompt 0 are not all numbers; look for weights of the check"):

@@ -40,6 +40,11 @@ SEED = np.int32(4)
 PROMPT, RESPONSE, EXAMPLES = 4, 9, 6
 
 
+def often(*objectives):
+    """All objectives, those not named with the slow tests: they are views of the same kind as others."""
+    return [pytest.param(each, marks=[] if each in objectives else pytest.mark.slow) for each in OBJECTIVES]
+
+
 def make_batch(tokens):
     """Every row one example: a prompt of 4 tokens, the rest its response."""
     rows, length = tokens.shape
@@ -81,7 +86,7 @@ def losses_of(params, view):
     return jnp.where(view.targets != NO_TARGET, -of_target, 0)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", often("hybrid", "autoregressive", "llada", "block_diffusion"))
 def test_loss_and_gradient(objective, batch, mesh, start):
     def loss_of(params):
         view = make_view(objective, SEED, batch, CONFIG, MASK)
@@ -104,7 +109,7 @@ def test_loss_and_gradient(objective, batch, mesh, start):
     assert int(state.step) == 1
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", often("hybrid", "block_diffusion"))
 def test_held_out_nats(objective, batch, mesh, start):
     initial, shardings = start
     evaluate = make_eval_loss(MODULE, CONFIG, mesh, shardings, objective=objective)
