@@ -3,11 +3,12 @@
     python benchmarks/compare.py                      # all cells, one after another; the same command goes on
     python benchmarks/compare.py --list               # what is finished, and how long it took
     python benchmarks/compare.py --only='decode/search_*'    # these cells and what they need, and no report
-    python benchmarks/compare.py --preset=gpu         # one seed of a larger model, without ablations
+    python benchmarks/compare.py --preset=gpu         # one seed of a larger model, and nothing but the systems
 
-Everything is made of cells in --workdir: a training run, a search of settings, a decode of the test prompts. Several
-processes may work on them at once (`taskset -c 0 python benchmarks/compare.py & taskset -c 1 python ...`). When all are
-finished, the table is printed, and written to --output with pictures beside it in --pictures.
+Everything is made of cells in --workdir: a training run, a search of settings, a decode of the test prompts, which
+settings are chosen for first. Several processes may work on them at once (`taskset -c 0 python benchmarks/compare.py &
+taskset -c 1 python ...`). When all are finished, the tables are printed, and written to --output, with pictures in
+--pictures.
 """
 
 import dataclasses
@@ -280,7 +281,7 @@ def _run_some(cells: Cells, known: Sequence[Cell], pattern: str) -> None:
 
 def main(args: flags.FlagValues) -> None:
     """Computes what is missing, prints the table and writes the result."""
-    if not Path(args.gsm8k or ".").exists():
+    if PRESETS[args.preset].gsm8k_steps and not Path(args.gsm8k or ".").exists():
         raise ConfigError(f"--gsm8k {args.gsm8k} is no file; give that of GSM8K's training problems, or '' for none.")
     keep_freed_memory()
     comparison = Comparison(PRESETS[args.preset], Path(args.workdir), args.gsm8k)

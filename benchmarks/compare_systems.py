@@ -1,8 +1,8 @@
 """The systems of the comparison: how each is trained and in which ways it is decoded.
 
 All have one backbone, one tokenizer and one set of first weights, a model that was trained to predict next tokens for a
-while, as the published ones begin with Qwen or Llama; and all see the same examples in the same batches. Rows hold one
-example each, so that a batch has the same examples whatever a system makes of them.
+while, as ReFusion begins with Qwen3 and Dream with Qwen2.5; and all see the same examples in the same batches. Rows
+hold one example each, so that a batch has the same examples whatever a system makes of them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Preset:
       layers, width: of the model.
       batch_size, base_steps, steps: examples per step, steps of the common first weights, and of each system.
       learning_rate: of both.
-      seeds: how many times all of it is done.
+      seeds: how many times the systems are trained and decode the test prompts; all else is done once.
       ablation_seeds: how many times the ablations are trained.
       validation, test: held-out prompts that settings are chosen on, and that are counted.
       decode_rows: prompts decoded at once.
@@ -71,7 +71,7 @@ PRESETS = {
 
 
 def base_config(preset: Preset, seed: int) -> Config:
-    """The run that makes the first weights of a seed: next tokens, on examples that no system sees."""
+    """The run that makes the first weights of a seed: next tokens, on examples of another seed than the systems'."""
     # Enough for a tokenizer that knows all characters, however few steps there are.
     examples = max(preset.batch_size * max(preset.base_steps, preset.steps), 1_000)
     return Config(
@@ -106,7 +106,6 @@ def base_config(preset: Preset, seed: int) -> Config:
             eval_draws=2,
             eval_decode_examples=0,
         ),
-        # Muon needs about 0.6 of the steps that AdamW takes here.
         optimizer=OptimizerConfig(
             name="muon",
             learning_rate=preset.learning_rate,
