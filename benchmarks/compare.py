@@ -29,7 +29,7 @@ import refusion_jax as rf
 from benchmarks import common, compare_report
 from benchmarks.compare_ablations import ablation_settings, curve_settings
 from benchmarks.compare_cells import Cell, Cells, define_flags
-from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, outcome
+from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, outcome, timing
 from benchmarks.compare_dependence import dependence_by_distance
 from benchmarks.compare_mechanisms import mechanisms
 from benchmarks.compare_systems import (
@@ -128,7 +128,7 @@ class Comparison:
     # ---- decoding ----
 
     def decoded(
-        self, name: str, settings: Sequence[Setting], seed: int, *, test: bool, alone: int = 0, models: Any = None
+        self, name: str, settings: Sequence[Setting], seed: int, *, test: bool, models: str | None = None
     ) -> Cell:
         """Decodes prompts with every setting; `models` says whose weights, by default each setting's own system."""
         weights = [(models or setting.trained, seed) for setting in settings]
@@ -140,18 +140,13 @@ class Comparison:
             for setting, each in zip(settings, weights, strict=True):
                 model = loaded(each)
                 result = outcome(model, examples, setting, self.preset.decode_rows)
-                if alone:
-                    result = dataclasses.replace(
-                        result,
-                        tokens_per_second_alone=outcome(model, examples[:alone], setting, 1).tokens_per_second,
-                    )
                 print(f"{name}: {setting.text}: {result.exact_match:.3f}, {result.tokens_per_forward:.2f}", flush=True)
                 found.append({"setting": dataclasses.asdict(setting), "outcome": dataclasses.asdict(result)})
             return found
 
         described = [dataclasses.asdict(setting) for setting in settings]
         about = {"settings": described, "prompts": [self.preset.validation, self.preset.test], "test": test}
-        about |= {"rows": self.preset.decode_rows, "alone": alone, "models": models}
+        about |= {"rows": self.preset.decode_rows, "models": models}
         return Cell("decode", name, about, compute, after)
 
     @functools.cached_property
@@ -162,7 +157,7 @@ class Comparison:
     def tests(self, chosen: dict[str, Setting]) -> dict[tuple[str, int], Cell]:
         """By system and seed: its chosen setting on the test prompts."""
         return {
-            (name, seed): self.decoded(f"test_{name}_{seed}", [setting], seed, test=True, alone=ALONE)
+            (name, seed): self.decoded(f"test_{name}_{seed}", [setting], seed, test=True)
             for name, setting in chosen.items()
             for seed in self.seeds
         }
@@ -170,12 +165,26 @@ class Comparison:
     def long_tests(self, chosen: dict[str, Setting]) -> dict[str, Cell]:
         """By decoder: its chosen setting with the weights of a longer training."""
         return {
-            name: self.decoded(
-                f"test_long_{name}", [setting], 0, test=True, alone=ALONE, models=f"long_{setting.trained}"
-            )
+            name: self.decoded(f"test_long_{name}", [setting], 0, test=True, models=f"long_{setting.trained}")
             for name, setting in chosen.items()
             if self.preset.long_steps and setting.trained in LONGER and name != "fast_dllm"
         }
+
+    def timings(self, chosen: dict[str, Setting]) -> dict[str, Cell]:
+        """By system: how fast its chosen setting is here, which only a machine without other work tells."""
+        return {name: self._timed(name, setting) for name, setting in chosen.items()}
+
+    def _timed(self, name: str, setting: Setting) -> Cell:
+        def compute(_: Path) -> dict[str, Any]:
+            machine = common.machine()
+            common.warn_if_busy(machine)
+            model, examples = rf.load(self.run_directory(f"{setting.trained}_0")), self.examples[1]
+            alone = timing(model, examples[:ALONE], setting, 1)
+            together = timing(model, examples, setting, self.preset.decode_rows)
+            return {"alone": alone, "together": together, "machine": machine, "versions": common.versions()}
+
+        settings = {"setting": dataclasses.asdict(setting), "rows": self.preset.decode_rows, "alone": ALONE}
+        return Cell("timing", name, settings, compute, (self.trained[setting.trained, 0],))
 
     @functools.cached_property
     def curves(self) -> dict[int, Cell]:
@@ -298,8 +307,9 @@ def main(args: flags.FlagValues) -> None:
     results = cells.run(first)
     chosen = {name: choose(_tried(results[cell.place])) for name, cell in comparison.searches.items()}
     tests, long_tests = comparison.tests(chosen), comparison.long_tests(chosen)
-    results |= cells.run([*first, *tests.values(), *long_tests.values(), *later])
-    report = compare_report.Report(comparison, results, chosen, tests, long_tests)
+    timings = comparison.timings(chosen)
+    results |= cells.run([*first, *tests.values(), *long_tests.values(), *later, *timings.values()])
+    report = compare_report.Report(comparison, results, chosen, tests, long_tests, timings)
     output = common.result_path(args.output, f"compare_{args.preset}")
     write_json(output, report.result() | {"cell_commits": cells.commits})
     print(report.text())

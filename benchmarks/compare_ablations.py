@@ -16,7 +16,7 @@ def _slots(decoder: str, size: int, slot_threshold: float, token_threshold: floa
     decode = {
         "gen_length": 96, "slot_size": size, "slot_threshold": slot_threshold, "token_threshold": token_threshold,
     }  # fmt: skip
-    return Setting(DECODERS[decoder] | decode, {"name": "refusion"}, "refusion", "refusion")
+    return Setting(DECODERS[decoder] | decode, {"name": "refusion"}, "refusion")
 
 
 def curve_settings() -> list[Setting]:

@@ -36,14 +36,23 @@ _MODEL = ("refusion_jax/modeling",)
 _TRAINING = tuple(
     f"refusion_jax/training/{name}.py" for name in ("evaluation", "loop", "optimizer", "state", "step", "weights")
 )
-_STUDY = (*_MODEL, "refusion_jax/decoding", "refusion_jax/methods.py", "refusion_jax/data/synthetic.py")
+_STUDY = (
+    *_MODEL,
+    "refusion_jax/decoding",
+    "refusion_jax/methods.py",
+    "refusion_jax/data",
+    "refusion_jax/api.py",
+    "refusion_jax/prompts.py",
+)
+_DECODING = (*_STUDY, "benchmarks/compare_decoding.py", "benchmarks/compare_loads.py")
 PATHS = {
     "train": (
         *_MODEL, "refusion_jax/data", *_TRAINING, "refusion_jax/objectives.py", "refusion_jax/slots.py",
         "refusion_jax/views.py",
     ),
-    "decode": (*_STUDY, "benchmarks/compare_decoding.py", "benchmarks/compare_projection.py"),
-    "dependence": (*_MODEL, "refusion_jax/data/synthetic.py", "benchmarks/compare_dependence.py"),
+    "decode": _DECODING,
+    "timing": _DECODING,
+    "dependence": (*_MODEL, "refusion_jax/data", "benchmarks/compare_dependence.py"),
     "mechanisms": (*_STUDY, "benchmarks/compare_mechanisms.py", "benchmarks/compare_repairs.py"),
 }  # fmt: skip
 

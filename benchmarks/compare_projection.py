@@ -2,16 +2,13 @@
 
 A forward takes as long as the slower of two things: moving its bytes (the weights, the keys and values it reads and
 those it writes) at the chip's memory bandwidth, or computing its FLOPs at the chip's peak. This is batch 1, a prompt of
-512 tokens and a response of 512, in bfloat16. It is a bound, with no overhead of any kind, the same for every system.
-
-A mean forward stands for all of a system's. Where bandwidth limits some and arithmetic others, they take longer
-together than as many mean ones.
+512 tokens and a response of 512, in bfloat16, with no overhead of any kind. Forwards of different kinds are projected
+each by itself, for a mean one would be faster than they are together. Systems that keep the prompt's keys and values
+compute them once per response; the others compute the prompt again and again, and that is counted there.
 """
 
 import dataclasses
 from collections.abc import Sequence
-
-import numpy as np
 
 from refusion_jax.compilation.topologies import CHIPS
 from refusion_jax.config import ConfigError, ModelConfig, nearest
@@ -43,107 +40,61 @@ class Forward:
     cached: float
 
 
+KINDS = ("causal", "whole", "rest", "window", "slots", "block")
+
+
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a mean forward at small scale computed and read, split by what it belonged to.
+class Load:
+    """Forwards of one kind at small scale, of which `count` were alike.
 
     Attributes:
-      gen_length: response tokens that were asked for.
-      prompt_length: tokens of the prompts, a mean weighted by forwards.
-      prompt_width, response_width: query positions.
-      prompt_cached, response_cached: keys read from a buffer.
+      kind: one of `KINDS`, see `scaled`.
+      width: query positions in the response. cached: keys of the response read from a buffer.
+      count: how many.
     """
 
-    gen_length: int
-    prompt_length: float
-    prompt_width: float
-    response_width: float
-    prompt_cached: float
-    response_cached: float
-
-    @classmethod
-    def of(
-        cls,
-        gen_length: int,
-        prompt_lengths: Sequence[int],
-        forwards: Sequence[int],
-        positions: Sequence[int],
-        cached: Sequence[int],
-        whole: Sequence[int],
-    ) -> "Measured":
-        """The means over all forwards of all rows.
-
-        Args:
-          gen_length: response tokens that were asked for.
-          prompt_lengths: each row's prompt tokens.
-          forwards: each row's forwards, without those over a prompt alone.
-          positions, cached: each row's query positions and keys read, summed over its forwards.
-          whole: how many of a row's forwards computed prompt and response. The others read the prompt from the buffer:
-            all of a system with an exact one, none of a system without any, and with an approximate one those that do
-            not begin a block.
-
-        Raises:
-          ConfigError: when there is no forward.
-        """
-        total = sum(forwards)
-        if not total:
-            raise ConfigError("No row has a forward, so there is no mean one; decode at least one prompt.")
-        prompts, counts, computed = (np.asarray(values, float) for values in (prompt_lengths, forwards, whole))
-        prompt_width = float(prompts @ computed) / total
-        prompt_cached = float(prompts @ (counts - computed)) / total
-        return cls(
-            gen_length=gen_length,
-            prompt_length=prompt_width + prompt_cached,
-            prompt_width=prompt_width,
-            response_width=sum(positions) / total - prompt_width,
-            prompt_cached=prompt_cached,
-            response_cached=sum(cached) / total - prompt_cached,
-        )
-
-
-SYSTEMS = ("autoregressive", "masked_diffusion", "cached_masked_diffusion", "refusion", "block_diffusion")
+    kind: str
+    width: float
+    cached: float
+    count: int
 
 
 def scaled(
-    system: str, measured: Measured, prompt_length: int = PROMPT_LENGTH, response_length: int = RESPONSE_LENGTH
+    load: Load, gen_length: int, prompt_length: int = PROMPT_LENGTH, response_length: int = RESPONSE_LENGTH
 ) -> Forward:
-    """The mean forward with a prompt and a response of these lengths, at the same tokens per forward.
+    """Such a forward with a prompt and a response of these lengths, at the same tokens per forward.
 
-    What depends on the response's length grows with it, by `r = response_length / gen_length`; the prompt is computed,
-    or read, whole or not at all.
+    What grows with the response does so by `r = response_length / gen_length`; blocks of any kind keep their length.
 
-      autoregressive            computes 1 position and reads the prompt and `r` times the response keys.
-      masked_diffusion          computes prompt and response, and reads nothing.
-      cached_masked_diffusion   as measured, prompt parts by `prompt_length / measured.prompt_length` and response parts
-                                by `r`: as many blocks, each longer, and the same share of forwards over everything.
-      refusion                  computes `r` times the positions, for the masked slots are those of the whole response;
-                                reads the prompt and `r` times the response keys.
-      block_diffusion           computes the positions measured, for blocks keep their length; reads as refusion does.
+      causal   computes 1 position, and reads the prompt and `r` times the response's keys.
+      whole    computes prompt and response, and reads nothing.
+      rest     computes `r` times the positions: a block and all behind it; reads the prompt and `r` times the keys.
+      window   computes the positions of a block, and reads all others' keys.
+      slots    computes `r` times the positions: the open slots; reads the prompt and `r` times the keys.
+      block    computes the positions of a block or two, and reads the prompt and `r` times the keys.
 
     Args:
-      system: one of `SYSTEMS`.
-      measured: at small scale.
+      load: at small scale.
+      gen_length: response tokens that were asked for there.
       prompt_length, response_length: tokens.
 
     Raises:
-      ConfigError: for another system.
+      ConfigError: for another kind.
     """
-    r = response_length / measured.gen_length
-    kept = prompt_length + r * measured.response_cached
-    match system:
-        case "autoregressive":
+    r = response_length / gen_length
+    kept = prompt_length + r * load.cached
+    match load.kind:
+        case "causal":
             return Forward(1.0, kept)
-        case "masked_diffusion":
+        case "whole":
             return Forward(float(prompt_length + response_length), 0.0)
-        case "cached_masked_diffusion":
-            p = prompt_length / measured.prompt_length
-            width = p * measured.prompt_width + r * measured.response_width
-            return Forward(width, p * measured.prompt_cached + r * measured.response_cached)
-        case "refusion":
-            return Forward(r * (measured.prompt_width + measured.response_width), kept)
-        case "block_diffusion":
-            return Forward(measured.prompt_width + measured.response_width, kept)
-    raise ConfigError(f"There is no system {system!r} to project.{nearest(system, SYSTEMS)}")
+        case "rest" | "slots":
+            return Forward(r * load.width, kept)
+        case "window":
+            return Forward(load.width, prompt_length + response_length - load.width)
+        case "block":
+            return Forward(load.width, kept)
+    raise ConfigError(f"There is no kind {load.kind!r} of forwards to project.{nearest(load.kind, KINDS)}")
 
 
 def forward_bytes(forward: Forward, model: ModelConfig = MODEL) -> float:
@@ -165,7 +116,29 @@ def forward_seconds(chip: Accelerator, forward: Forward, model: ModelConfig = MO
 
 
 def projected_tokens_per_second(
-    chip: Accelerator, forward: Forward, tokens_per_forward: float, model: ModelConfig = MODEL
+    chip: Accelerator,
+    loads: Sequence[Load],
+    gen_length: int,
+    tokens_per_forward: float,
+    model: ModelConfig = MODEL,
 ) -> float:
-    """Tokens per second of one response at so many tokens per forward."""
-    return tokens_per_forward / forward_seconds(chip, forward, model)
+    """Tokens per second of one response, from the kinds of forwards in the shares they had at small scale.
+
+    Raises:
+      ConfigError: when there is no forward.
+    """
+    total = sum(load.count for load in loads)
+    if not total:
+        raise ConfigError("No row has a forward, so there is nothing to project; decode at least one prompt.")
+    forwards = (load.count / total * forward_seconds(chip, scaled(load, gen_length), model) for load in loads)
+    seconds = RESPONSE_LENGTH / tokens_per_forward * sum(forwards)
+    if any(load.kind not in ("whole", "rest", "window") for load in loads):
+        seconds += forward_seconds(chip, Forward(PROMPT_LENGTH, 0.0), model)
+    return RESPONSE_LENGTH / seconds
+
+
+def mean_forward(loads: Sequence[Load], gen_length: int) -> Forward:
+    """The mean of what is projected, to be shown."""
+    total = sum(load.count for load in loads)
+    each = [(load.count / total, scaled(load, gen_length)) for load in loads]
+    return Forward(sum(share * f.width for share, f in each), sum(share * f.cached for share, f in each))

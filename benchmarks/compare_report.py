@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks import common, compare_mechanisms, compare_plots
 from benchmarks.compare_ablations import DECODERS, THRESHOLDS
-from benchmarks.compare_decoding import CHIP, SETTINGS, Setting
-from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH
+from benchmarks.compare_decoding import CHIP, SETTINGS, Outcome, Setting, projected
+from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH, Load, mean_forward
 from benchmarks.compare_systems import TASKS, TRAINING
 from refusion_jax.config import to_dict
 
@@ -22,8 +22,9 @@ LABELS = {
     "fast_dllm": "Fast-dLLM",
     "block_diffusion": "block diffusion",
 }
-# What the paper says of the 8B model, as multiples of another system's projected tokens per second.
-CLAIMS = {"autoregressive": 2.33, "llada": 18.0}
+# What the paper measured of 8B models, as multiples of another system's tokens per second.
+CLAIMS = {"autoregressive": 2.33, "llada": 18.0, "dream": 18.0}
+CHIPS = (CHIP, "v5e", "v5p", "H200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Report:
       chosen: the best setting of each system.
       tests: the cells of the test prompts, by system and seed.
       long_tests: those with the weights of a longer training, by system.
+      timings: how fast decoding is here, by system.
     """
 
     comparison: Any
@@ -43,6 +45,7 @@ class Report:
     chosen: dict[str, Setting]
     tests: dict[tuple[str, int], Any]
     long_tests: dict[str, Any]
+    timings: dict[str, Any]
 
     def result(self) -> dict[str, Any]:
         """The record: `systems` has the mean over seeds, `..._spread` the least and the greatest; then all details."""
@@ -52,12 +55,13 @@ class Report:
             "chip": CHIP,
             "projection": {"model": "8B", "prompt": PROMPT_LENGTH, "response": RESPONSE_LENGTH, "batch": 1},
             "chosen": {name: dataclasses.asdict(setting) for name, setting in self.chosen.items()},
-            "tried": {name: self._of(cell) for name, cell in self.comparison.searches.items()},
-            "tests": {f"{name}_{seed}": self._of(cell)[0]["outcome"] for (name, seed), cell in self.tests.items()},
-            "longer": {name: self._of(cell)[0]["outcome"] for name, cell in self.long_tests.items()},
+            "tried": {name: self._decoded(cell) for name, cell in self.comparison.searches.items()},
+            "tests": {f"{name}_{seed}": self._decoded(cell)[0] for (name, seed), cell in self.tests.items()},
+            "longer": {name: self._decoded(cell)[0] for name, cell in self.long_tests.items()},
+            "timings": {name: self._of(cell) for name, cell in self.timings.items()},
             "training": {cell.name: self._of(cell) for cell in self.comparison.trained.values()},
-            "curves": {str(seed): self._of(cell) for seed, cell in self.comparison.curves.items()},
-            "ablations": {name: self._of(cell) for name, cell in self.comparison.ablations.items()},
+            "curves": {str(seed): self._decoded(cell) for seed, cell in self.comparison.curves.items()},
+            "ablations": {name: self._decoded(cell) for name, cell in self.comparison.ablations.items()},
             "gsm8k": {name: self._of(cell)["curve"] for name, cell in self.comparison.gsm8k_runs.items()},
             "studies": {name: self._of(cell) for name, cell in self.comparison.studies.items()},
             "preset": to_dict(self.comparison.preset),
@@ -69,8 +73,22 @@ class Report:
     def _of(self, cell: Any) -> Any:
         return self.results[cell.place]
 
+    def _decoded(self, cell: Any) -> list[dict[str, Any]]:
+        """What a cell decoded: the fields of each setting and its outcome, and what is projected from it."""
+        found = []
+        for each in self._of(cell):
+            setting, outcome = Setting(**each["setting"]), Outcome(**each["outcome"])
+            loads, length = [Load(**load) for load in outcome.loads], setting.decode["gen_length"]
+            projections = {
+                "projected": projected(setting, outcome),
+                "forward": dataclasses.asdict(mean_forward(loads, length)),
+            }
+            kept = {name: value for name, value in each["outcome"].items() if name != "loads"}
+            found.append({"setting": each["setting"]} | kept | projections)
+        return found
+
     def _outcomes(self, name: str) -> list[dict[str, Any]]:
-        return [self._of(self.tests[name, seed])[0]["outcome"] for seed in self.comparison.seeds]
+        return [self._decoded(self.tests[name, seed])[0] for seed in self.comparison.seeds]
 
     def _system(self, name: str) -> dict[str, Any]:
         outcomes = self._outcomes(name)
@@ -83,12 +101,12 @@ class Report:
             ("exact_match", [each["exact_match"] for each in outcomes]),
             ("nats_per_token", nats),
             ("tokens_per_forward", [each["tokens_per_forward"] for each in outcomes]),
-            ("tokens_per_second", [each["tokens_per_second_alone"] for each in outcomes]),
-            ("tokens_per_second_batch", [each["tokens_per_second"] for each in outcomes]),
             ("projected_tokens_per_second", [each["projected"][CHIP] for each in outcomes]),
         ):
             found[field] = statistics.mean(values)
             found[f"{field}_spread"] = [min(values), max(values)]
+        timing = self._of(self.timings[name])
+        found |= {"tokens_per_second": timing["alone"], "tokens_per_second_batch": timing["together"]}
         for part in ("by_task", "projected", "forward"):
             found[part] = {key: statistics.mean(each[part][key] for each in outcomes) for key in outcomes[0][part]}
         return found
@@ -99,9 +117,13 @@ class Report:
         return {
             ours: {
                 theirs: {
-                    "speed_ratio": common.spread([
-                        a["projected"][CHIP] / b["projected"][CHIP] for a, b in zip(systems[ours], found, strict=True)
-                    ]),
+                    "speed_ratio": {
+                        chip: common.spread([
+                            a["projected"][chip] / b["projected"][chip]
+                            for a, b in zip(systems[ours], found, strict=True)
+                        ])
+                        for chip in CHIPS
+                    },
                     "exact_match_difference": common.spread([
                         a["exact_match"] - b["exact_match"] for a, b in zip(systems[ours], found, strict=True)
                     ]),
@@ -128,8 +150,8 @@ class Report:
 
     def _main_table(self) -> str:
         header = [
-            "system", "exact match", "nats per token", "tokens per forward", "tokens/s here, one response",
-            f"tokens/s, 8B on {CHIP}",
+            "system", "exact match", "nats per token", "tokens per forward", f"tokens/s, 8B on {CHIP}",
+            *(f"on {chip}" for chip in CHIPS if chip != CHIP), "tokens/s here, one response", "in batches",
         ]  # fmt: skip
         rows = []
         for name in SETTINGS:
@@ -138,10 +160,12 @@ class Report:
                 _with_spread(system, field, form)
                 for field, form in (
                     ("exact_match", ".3f"), ("nats_per_token", ".3f"), ("tokens_per_forward", ".2f"),
-                    ("tokens_per_second", ",.0f"), ("projected_tokens_per_second", ",.0f"),
+                    ("projected_tokens_per_second", ",.0f"),
                 )
             ]  # fmt: skip
-            rows.append([LABELS[name], *cells])
+            here = [f"{system[field]:,.0f}" for field in ("tokens_per_second", "tokens_per_second_batch")]
+            others = [f"{system['projected'][chip]:,.0f}" for chip in CHIPS if chip != CHIP]
+            rows.append([LABELS[name], *cells, *others, *here])
         return common.table(header, rows)
 
     def _task_table(self) -> str:
@@ -157,10 +181,11 @@ class Report:
             for theirs, found in others.items():
                 claimed = found["claimed_ratio"]
                 rows.append([
-                    LABELS[ours], LABELS[theirs], common.of(found["speed_ratio"], ".2f"),
+                    LABELS[ours], LABELS[theirs], *(common.of(found["speed_ratio"][chip], ".2f") for chip in CHIPS),
                     f"{claimed:g}" if claimed else "–", common.of(found["exact_match_difference"], "+.3f"),
                 ])  # fmt: skip
-        return common.table(["", "against", "projected speed, times", "the paper's", "exact match, more by"], rows)
+        header = ["", "against", *(f"times its speed, {chip}" for chip in CHIPS), "the paper's", "exact match, more by"]
+        return common.table(header, rows)
 
     def _chosen_table(self) -> str:
         rows = [[LABELS[name], setting.trained, setting.text] for name, setting in self.chosen.items()]
@@ -169,7 +194,7 @@ class Report:
     def _long_table(self) -> str:
         preset, rows = self.comparison.preset, []
         for name, cell in self.long_tests.items():
-            long, short = self._of(cell)[0]["outcome"], self._of(self.tests[name, 0])[0]["outcome"]
+            long, short = self._decoded(cell)[0], self._decoded(self.tests[name, 0])[0]
             for steps, found in ((preset.steps, short), (preset.long_steps, long)):
                 rows.append([
                     LABELS[name], f"{steps:,}", f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}",
@@ -181,8 +206,8 @@ class Report:
     def _ablation_table(self) -> str:
         rows = []
         for name, cell in self.comparison.ablations.items():
-            for each in self._of(cell):
-                decode, found = each["setting"]["decode"], each["outcome"]
+            for found in self._decoded(cell):
+                decode = found["setting"]["decode"]
                 nats = self._of(self.comparison.trained[name, 0])["summary"]["eval_nats_per_token"]
                 rows.append([
                     name, decode["algorithm"], str(decode["slot_size"]), f"{found['exact_match']:.3f}",
@@ -249,10 +274,10 @@ class Report:
     def _matching(self, wanted: dict[str, Any]) -> Iterable[dict[str, Any]]:
         """What came of the curves' settings that have all these values."""
         for cell in self.comparison.curves.values():
-            for each in self._of(cell):
+            for each in self._decoded(cell):
                 decode = {"redraft": False} | each["setting"]["decode"]
                 if all(decode[name] == value for name, value in wanted.items()):
-                    yield each["outcome"]
+                    yield each
 
 
 def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
