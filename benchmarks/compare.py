@@ -29,7 +29,7 @@ import refusion_jax as rf
 from benchmarks import common, compare_report
 from benchmarks.compare_ablations import ablation_settings, curve_settings
 from benchmarks.compare_cells import Cell, Cells, define_flags
-from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, outcome, timing
+from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose, encoded, outcome, timing
 from benchmarks.compare_dependence import dependence_by_distance
 from benchmarks.compare_mechanisms import mechanisms
 from benchmarks.compare_systems import (
@@ -105,17 +105,14 @@ class Comparison:
     @functools.cached_property
     def trained(self) -> dict[tuple[str, int], Cell]:
         """By system or ablation and seed; "long_" before a system that is trained for longer."""
-        names = [(name, seed) for seed in self.seeds for name in TRAINING]
-        names += [(name, seed) for seed in range(self.preset.ablation_seeds) for name in ABLATIONS]
+        runs = [(name, name, seed, self.preset.steps) for seed in self.seeds for name in TRAINING]
+        runs += [(name, name, 0, self.preset.steps) for name in ABLATIONS if self.preset.ablations]
+        runs += [(f"long_{name}", name, 0, self.preset.long_steps) for name in LONGER if self.preset.long_steps]
         cells = {}
-        for name, seed in names:
+        for called, name, seed, steps in runs:
             base = self.bases[seed]
-            config = system_config(self.preset, seed, name, str(self.run_directory(base.name)))
-            cells[name, seed] = _training(f"{name}_{seed}", config, after=(base,))
-        for name in LONGER if self.preset.long_steps else ():
-            base = self.bases[0]
-            config = system_config(self.preset, 0, name, str(self.run_directory(base.name)), self.preset.long_steps)
-            cells[f"long_{name}", 0] = _training(f"long_{name}_0", config, after=(base,))
+            config = system_config(self.preset, seed, name, str(self.run_directory(base.name)), steps)
+            cells[called, seed] = _training(f"{called}_{seed}", config, after=(base,))
         return cells
 
     @functools.cached_property
@@ -191,13 +188,13 @@ class Comparison:
         """By seed: ReFusion's decoders over thresholds on the test prompts."""
         return {
             seed: self.decoded(f"curves_{seed}", curve_settings(), seed, test=True)
-            for seed in range(self.preset.ablation_seeds and self.preset.seeds)
+            for seed in (self.seeds if self.preset.ablations else ())
         }
 
     @functools.cached_property
     def ablations(self) -> dict[str, Cell]:
         """By what is different in training, "refusion" for nothing: decoded in several ways."""
-        names = ["refusion", *ABLATIONS] if self.preset.ablation_seeds else []
+        names = ["refusion", *ABLATIONS] if self.preset.ablations else []
         return {
             name: self.decoded(f"ablation_{name}", ablation_settings(name), 0, test=True, models=name) for name in names
         }
@@ -207,7 +204,7 @@ class Comparison:
     @functools.cached_property
     def studies(self) -> dict[str, Cell]:
         """Of what tokens depend on, and of where two decoders differ."""
-        if not self.preset.ablation_seeds:
+        if not self.preset.ablations:
             return {}
         prompts = {"prompts": [self.preset.validation, self.preset.test]}
         return {
@@ -217,7 +214,7 @@ class Comparison:
 
     def _dependence(self, _: Path) -> dict[str, Any]:
         model = rf.load(self.run_directory("llada_0"))
-        rows = [_encoded(model, example) for example in self.examples[1]]
+        rows = [encoded(model, example) for example in self.examples[1]]
         length = max(len(prompt) + len(response) for prompt, response in rows)
         tokens = [[*prompt, *response, *[0] * (length - len(prompt) - len(response))] for prompt, response in rows]
         prompts, lengths = ([len(row[0]) for row in rows], [len(row[0]) + len(row[1]) for row in rows])
@@ -228,7 +225,7 @@ class Comparison:
 
     def _mechanisms(self, _: Path) -> Any:
         model = rf.load(self.run_directory("refusion_0"))
-        return mechanisms(model, [_encoded(model, example) for example in self.examples[1]])
+        return mechanisms(model, [encoded(model, example) for example in self.examples[1]])
 
 
 class _Loader:
@@ -259,15 +256,6 @@ def _training(name: str, config: Config, after: tuple[Cell, ...] = ()) -> Cell:
     if settings["train"]["init_from"]:
         settings["train"]["init_from"] = after[0].place  # wherever the work directory is
     return Cell("train", name, settings, compute, after)
-
-
-def _encoded(model: rf.Model, example: Example) -> tuple[list[int], list[int]]:
-    """Prompt and response with EOS, as token IDs."""
-    assert model.tokenizer is not None
-    return model.tokenizer.encode(example.prompt), [
-        *model.tokenizer.encode(example.response),
-        model.tokenizer.eos_token_id,
-    ]
 
 
 def _tried(found: Sequence[dict[str, Any]]) -> list[tuple[Setting, Outcome]]:

@@ -121,16 +121,22 @@ def decode(
     return answers, measured
 
 
+def encoded(model: rf.Model, example: Example) -> tuple[list[int], list[int]]:
+    """Prompt and response with EOS, as token IDs."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None  # every run has one
+    return tokenizer.encode(example.prompt), [*tokenizer.encode(example.response), tokenizer.eos_token_id]
+
+
 def outcome(model: rf.Model, examples: Sequence[Example], setting: Setting, batch_size: int) -> Outcome:
     """Decodes the examples' prompts and compares the responses token for token, EOS included."""
-    assert model.tokenizer is not None
     answers, measured = decode(model, examples, setting, batch_size)
-    golds = [[*model.tokenizer.encode(each.response), model.tokenizer.eos_token_id] for each in examples]
-    right = [list(tokens) == gold for tokens, gold in zip(answers.tokens, golds, strict=True)]
+    pairs = [encoded(model, example) for example in examples]
+    right = [list(tokens) == gold for tokens, (_, gold) in zip(answers.tokens, pairs, strict=True)]
     by_task: dict[str, list[bool]] = {}
     for example, is_right in zip(examples, right, strict=True):
         by_task.setdefault(task_of(example.prompt), []).append(is_right)
-    prompts = [len(model.tokenizer.encode(example.prompt)) for example in examples]
+    prompts = [len(prompt) for prompt, _ in pairs]
     loads = loads_of(setting.decode, setting.method, prompts, answers, measured, model.config.eos_token_ids)
     return Outcome(
         prompts=len(examples),

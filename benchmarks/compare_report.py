@@ -1,6 +1,7 @@
 """The comparison's result: one record, the tables and the pictures."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -230,10 +231,14 @@ class Report:
             for name, found in systems.items()
         ]  # fmt: skip
         compare_plots.draw_quality_against_speed(points, directory / "quality_speed.png", CHIP)
-        learning = [self._learning_curve(name) for name in TRAINING]
+        trained = self.comparison.trained
+        learning = [
+            _learning_curve(name, [self._of(trained[name, seed]) for seed in self.comparison.seeds])
+            for name in TRAINING
+        ]
         compare_plots.draw_learning_curves(learning, directory / "learning.png", "held-out bound (nats per token)")
         if self.comparison.gsm8k_runs:
-            curves = [_curve(name, self._of(cell)["curve"]) for name, cell in self.comparison.gsm8k_runs.items()]
+            curves = [_learning_curve(name, [self._of(cell)]) for name, cell in self.comparison.gsm8k_runs.items()]
             compare_plots.draw_learning_curves(curves, directory / "gsm8k.png", "held-out bound (nats per token)")
         if self.comparison.curves:
             for size in (8, 32):
@@ -243,18 +248,6 @@ class Report:
             found = self._of(self.comparison.studies["dependence"])
             by_distance = {int(distance): tuple(values) for distance, values in found.items()}
             compare_plots.draw_dependence({"LLaDA": ("llada", by_distance)}, directory / "dependence.png")
-
-    def _learning_curve(self, name: str) -> compare_plots.Curve:
-        curves = [
-            _curve(name, self._of(self.comparison.trained[name, seed])["curve"]) for seed in self.comparison.seeds
-        ]
-        columns = list(zip(*(curve.y for curve in curves), strict=True))
-        return dataclasses.replace(
-            curves[0],
-            y=[statistics.median(column) for column in columns],
-            low=[min(column) for column in columns],
-            high=[max(column) for column in columns],
-        )
 
     def _threshold_curves(self, size: int) -> list[compare_plots.Curve]:
         drawn = []
@@ -273,11 +266,14 @@ class Report:
 
     def _matching(self, wanted: dict[str, Any]) -> Iterable[dict[str, Any]]:
         """What came of the curves' settings that have all these values."""
-        for cell in self.comparison.curves.values():
-            for each in self._decoded(cell):
-                decode = {"redraft": False} | each["setting"]["decode"]
-                if all(decode[name] == value for name, value in wanted.items()):
-                    yield each
+        for each in self._curve_points:
+            decode = {"redraft": False} | each["setting"]["decode"]
+            if all(decode[name] == value for name, value in wanted.items()):
+                yield each
+
+    @functools.cached_property
+    def _curve_points(self) -> list[dict[str, Any]]:
+        return [each for cell in self.comparison.curves.values() for each in self._decoded(cell)]
 
 
 def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
@@ -285,7 +281,8 @@ def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
     return f"{system[field]:{form}} ({least:{form}} to {greatest:{form}})"
 
 
-def _curve(name: str, records: Sequence[dict[str, Any]]) -> compare_plots.Curve:
-    found = [record for record in records if "eval_nats_per_token" in record]
-    steps, nats = ([record[key] for record in found] for key in ("step", "eval_nats_per_token"))
-    return compare_plots.Curve(name, LABELS[name], steps, nats)
+def _learning_curve(name: str, runs: Sequence[dict[str, Any]]) -> compare_plots.Curve:
+    """The held-out bound over the steps of training cells' results."""
+    key = "eval_nats_per_token"
+    curves = [{record["step"]: record[key] for record in run["curve"] if key in record} for run in runs]
+    return compare_plots.Curve.of_runs(name, LABELS[name], curves)

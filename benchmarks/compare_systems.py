@@ -34,7 +34,7 @@ class Preset:
       batch_size, base_steps, steps: examples per step, steps of the common first weights, and of each system.
       learning_rate: of both.
       seeds: how many times the systems are trained and decode the test prompts; all else is done once.
-      ablation_seeds: how many times the ablations are trained.
+      ablations: whether there are ablations, curves over thresholds and studies.
       validation, test: held-out prompts that settings are chosen on, and that are counted.
       decode_rows: prompts decoded at once.
       long_steps: of the systems in `LONGER`, once, to see what a larger budget changes; 0 for none.
@@ -48,7 +48,7 @@ class Preset:
     steps: int = 5_000
     learning_rate: float = 1e-2
     seeds: int = 3
-    ablation_seeds: int = 1
+    ablations: bool = True
     validation: int = 120
     test: int = 360
     decode_rows: int = 32
@@ -60,7 +60,7 @@ PRESETS = {
     "cpu": Preset(),
     "gpu": Preset(
         layers=6, width=256, batch_size=64, base_steps=1_000, steps=2_000, learning_rate=5e-3, seeds=1,
-        ablation_seeds=0, decode_rows=120, long_steps=0, gsm8k_steps=0,
+        ablations=False, decode_rows=120, long_steps=0, gsm8k_steps=0,
     ),
     # Whether everything works, in a quarter of an hour of compiling; its figures mean nothing.
     "tiny": Preset(
@@ -161,18 +161,21 @@ def gsm8k_config(preset: Preset, name: str, file: str) -> Config:
         "optimizer": {"schedule": "cosine", "learning_rate": preset.learning_rate / 2,
                       "warmup_steps": min(100, preset.gsm8k_steps)},
     }  # fmt: skip
-    for section, values in TRAINING[name].items():
-        sections[section] = sections.get(section, {}) | values
-    sections["data"]["pad_responses"] = LONGEST_BLOCK  # of all, so that the same examples fit a row
-    return _with(config, sections)
+    padded = {"data": {"pad_responses": LONGEST_BLOCK}}  # of all, so that the same examples fit a row
+    return _with(config, sections, TRAINING[name], padded)
 
 
-def _with(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
-    replaced = {each: dataclasses.replace(getattr(config, each), **values) for each, values in sections.items()}
+def _with(config: Config, *changes: dict[str, dict[str, Any]]) -> Config:
+    """The configuration with fields of sections changed, the last change of a field counting."""
+    merged: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        for section, values in change.items():
+            merged[section] = merged.get(section, {}) | values
+    replaced = {each: dataclasses.replace(getattr(config, each), **values) for each, values in merged.items()}
     return dataclasses.replace(config, **replaced)
 
 
-def system_config(preset: Preset, seed: int, name: str, base: str, steps: int = 0) -> Config:
+def system_config(preset: Preset, seed: int, name: str, base: str, steps: int) -> Config:
     """The run of a system, or of an ablation of ReFusion.
 
     Args:
@@ -180,15 +183,12 @@ def system_config(preset: Preset, seed: int, name: str, base: str, steps: int = 
       seed: which repetition.
       name: of `TRAINING` or `ABLATIONS`.
       base: the run directory of the first weights.
-      steps: instead of the preset's.
+      steps: how many.
     """
-    steps = steps or preset.steps
     config = base_config(preset, seed)
     warmup = min(100, steps)
     sections: dict[str, dict[str, Any]] = {
         "train": {"steps": steps, "seed": seed, "init_from": base, "eval_every": steps // 6},
         "optimizer": {"schedule": "cosine", "warmup_steps": warmup},
     }
-    for section, values in (TRAINING[name] if name in TRAINING else TRAINING["refusion"] | ABLATIONS[name]).items():
-        sections[section] = sections.get(section, {}) | values
-    return _with(config, sections)
+    return _with(config, sections, TRAINING.get(name, TRAINING["refusion"]), ABLATIONS.get(name, {}))

@@ -21,7 +21,7 @@ NAMES = [*TRAINING, *ABLATIONS]
 @pytest.fixture(scope="module")
 def datasets():
     tokenizer = load_dataset(base_config(TINY, 0).data, seed=1_000).tokenizer
-    configs = {name: system_config(TINY, 0, name, "base") for name in TRAINING}
+    configs = {name: system_config(TINY, 0, name, "base", TINY.steps) for name in TRAINING}
     return configs, {
         name: load_dataset(config.data, seed=config.train.seed, tokenizer=tokenizer) for name, config in configs.items()
     }
@@ -56,7 +56,7 @@ def test_nothing_is_too_long(datasets):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_differ_only_in_what_makes_the_system(name):
-    ours, other = (to_dict(system_config(TINY, 0, each, "base")) for each in (name, "refusion"))
+    ours, other = (to_dict(system_config(TINY, 0, each, "base", TINY.steps)) for each in (name, "refusion"))
     differing = {
         f"{section}.{field}"
         for section, values in ours.items()
@@ -70,11 +70,11 @@ def test_runs_differ_only_in_what_makes_the_system(name):
 
 
 def test_base_sees_other_examples():
-    base, system = base_config(TINY, 0), system_config(TINY, 0, "autoregressive", "base")
+    base, system = base_config(TINY, 0), system_config(TINY, 0, "autoregressive", "base", TINY.steps)
     first, second = (load_dataset(each.data, seed=each.train.seed) for each in (base, system))
     assert not np.array_equal(first.train.tokens[:500], second.train.tokens[:500])
     assert {base_config(TINY, seed).train.seed for seed in range(3)}.isdisjoint(
-        system_config(TINY, seed, "llada", "").train.seed for seed in range(3)
+        system_config(TINY, seed, "llada", "", TINY.steps).train.seed for seed in range(3)
     )
 
 

@@ -23,28 +23,12 @@ class State(flax.struct.PyTreeNode):
     Attributes:
       responses: the tokens so far; as many forwards made them.
       last: (batch,) int32, the newest token: the next forward takes it in, and only then is it in the buffer.
-      ended: (batch,) bool, whether an EOS came.
       cache: the KV buffer, which holds everything before `last`.
     """
 
     responses: Responses
     last: jax.Array
-    ended: jax.Array
     cache: KVCache
-
-
-def decode_left_to_right(module: Transformer, params: Any, rows: Rows, capacity: int, sampling: bool) -> Responses:
-    """Continues prompts, each until its first EOS or its own length.
-
-    A row that samples keeps the noise of each position, whatever the order of decoding.
-
-    Args:
-      module, params: the model.
-      rows: prompts and settings.
-      capacity: the longest response to make room for.
-      sampling: whether any row may have a temperature.
-    """
-    return decode_loop(module, params, rows, prefill(module, params, rows, capacity), sampling).responses
 
 
 def encode_causal(
@@ -79,14 +63,15 @@ def prefill(module: Transformer, params: Any, rows: Rows, capacity: int) -> Stat
     return State(
         responses=Responses.none(batch, capacity, module.config.pad_token_id),
         last=jnp.take_along_axis(rows.prompts, before_last[:, None], axis=1)[:, 0],
-        ended=jnp.zeros(batch, jnp.bool_),
         cache=prompt_cache(module, params, rows.prompts, before_last, capacity),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("module", "sampling"), donate_argnames="state")
 def decode_loop(module: Transformer, params: Any, rows: Rows, state: State, sampling: bool) -> State:
-    """Decodes until every row is finished: one `while_loop`, no transfer to the host.
+    """Continues every row until its first EOS or its own length: one `while_loop`, no transfer to the host.
+
+    A row that samples keeps the noise of each position, whatever the order of decoding.
 
     Args:
       module, params: the model.
@@ -95,25 +80,22 @@ def decode_loop(module: Transformer, params: Any, rows: Rows, state: State, samp
       sampling: whether any row may have a temperature.
     """
 
-    def running(state: State) -> jax.Array:
-        return ~state.ended & (state.responses.forwards < rows.lengths)
-
     def step(state: State) -> State:
-        return _step(module, params, rows, state, running(state), sampling)
+        return _step(module, params, rows, state, sampling)
 
-    return jax.lax.while_loop(lambda state: jnp.any(running(state)), step, state)
+    return jax.lax.while_loop(lambda state: jnp.any(state.responses.running(rows)), step, state)
 
 
-def _step(module: Transformer, params: Any, rows: Rows, state: State, running: jax.Array, sampling: bool) -> State:
-    """One forward, one more token for every row that is `running`."""
+def _step(module: Transformer, params: Any, rows: Rows, state: State, sampling: bool) -> State:
+    """One forward, one more token for every unfinished row."""
     found, positions = state.responses, state.cache.lengths[:, None]
+    running = found.running(rows)
     batch, capacity = found.tokens.shape
     hidden, kv = encode_causal(module, params, state.last[:, None], positions, state.cache)
     logits = module.apply({"params": params}, hidden, method="unembed")
     same_draw = jnp.zeros(batch, jnp.int32)
     proposal = propose(logits[:, None], rows, positions + 1, same_draw, "confidence", sampling)
     choice, at = proposal.choice[:, 0], (jnp.arange(batch), jnp.where(running, found.forwards, capacity))
-    is_eos = jnp.any(choice[:, None] == rows.eos_ids, axis=1)
     return State(
         responses=Responses(
             tokens=found.tokens.at[at].set(choice, mode="drop"),
@@ -125,6 +107,5 @@ def _step(module: Transformer, params: Any, rows: Rows, state: State, running: j
             cached=found.cached + jnp.where(running, state.cache.lengths, 0),
         ),
         last=jnp.where(running, choice, state.last),
-        ended=state.ended | (running & is_eos),
         cache=commit_anywhere(state.cache, kv, running.astype(jnp.int32)),
     )

@@ -22,7 +22,6 @@ from refusion_jax.decoding.autoregressive import prompt_cache
 from refusion_jax.decoding.placement import commit_anywhere
 from refusion_jax.decoding.revealing import propose, quota_of_step, reveal
 from refusion_jax.decoding.rows import Responses, Rows
-from refusion_jax.methods import Method
 from refusion_jax.modeling import KVCache, Transformer, Visibility
 
 
@@ -53,22 +52,6 @@ class _Query(flax.struct.PyTreeNode):
     places: jax.Array
 
 
-def decode_blocks(
-    module: Transformer, params: Any, rows: Rows, method: Method, capacity: int, sampling: bool
-) -> Responses:
-    """Responds to prompts, each until all up to its first EOS is decided, or its own length.
-
-    Args:
-      module, params: the model.
-      rows: prompts and settings; their lengths are multiples of their block lengths, which are the method's.
-      method: of which the program depends on `block_length` and the ordering alone.
-      capacity: the longest response to make room for.
-      sampling: whether any row may have a temperature.
-    """
-    state = prefill(module, params, rows, capacity)
-    return decode_loop(module, params, rows, state, method.block_length, method.scores, sampling).responses
-
-
 @functools.partial(jax.jit, static_argnames=("module", "capacity"))
 def prefill(module: Transformer, params: Any, rows: Rows, capacity: int) -> State:
     """Computes the prompts' KV and the state a decode starts from; `capacity` is the longest response."""
@@ -85,11 +68,11 @@ def prefill(module: Transformer, params: Any, rows: Rows, capacity: int) -> Stat
 def decode_loop(
     module: Transformer, params: Any, rows: Rows, state: State, block_length: int, ordering: str, sampling: bool
 ) -> State:
-    """Decodes until every row is finished: one `while_loop`, no transfer to the host.
+    """Decodes until of every row all up to its first EOS is decided, or all: one `while_loop`, no transfer to the host.
 
     Args:
       module, params: the model.
-      rows: prompts and settings.
+      rows: prompts and settings; their lengths are multiples of their block lengths.
       state: from `prefill`; its buffers are donated.
       block_length: of all rows; 0 for rows of one block each.
       ordering: one of `methods.ORDERINGS`.

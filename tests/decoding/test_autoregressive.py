@@ -10,7 +10,7 @@ from reference_decoders import softmax
 
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding import Job
-from refusion_jax.decoding.autoregressive import decode_left_to_right
+from refusion_jax.decoding.autoregressive import decode_loop, prefill
 from refusion_jax.decoding.batching import row_keys
 from refusion_jax.decoding.layout import prepare_layout
 from refusion_jax.decoding.method_rows import make_rows
@@ -41,7 +41,8 @@ def random_jobs(rng, config, model, count):
 def decode(name, seed, jobs, rows=ROWS, sampling=True):
     module, params, _ = random_model(MODELS[name], seed)
     asked = make_rows(jobs, rows, PROMPT_LENGTH, SUPPRESSED, Method("autoregressive"), module.config)
-    return jax.device_get(decode_left_to_right(module, params, asked, CAPACITY, sampling))
+    state = prefill(module, params, asked, CAPACITY)
+    return jax.device_get(decode_loop(module, params, asked, state, sampling).responses)
 
 
 def plain_decode(model, eos_ids, job, noise):

@@ -12,7 +12,7 @@ from reference_decoders import softmax
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding import Job
 from refusion_jax.decoding.batching import row_keys
-from refusion_jax.decoding.block_diffusion import decode_blocks, decode_loop, prefill
+from refusion_jax.decoding.block_diffusion import decode_loop, prefill
 from refusion_jax.decoding.layout import prepare_layout
 from refusion_jax.decoding.method_rows import make_rows
 from refusion_jax.decoding.revealing import random_scores
@@ -64,7 +64,9 @@ def rows_of(jobs, method, rows=ROWS):
 def decode(seed, jobs, method, rows=ROWS):
     module, params, _ = random_model(MODEL, seed)
     sampling = any(job.config.temperature > 0 for job in jobs)
-    return jax.device_get(decode_blocks(module, params, rows_of(jobs, method, rows), method, CAPACITY, sampling))
+    asked = rows_of(jobs, method, rows)
+    state, shape = prefill(module, params, asked, CAPACITY), (method.block_length, method.scores)
+    return jax.device_get(decode_loop(module, params, asked, state, *shape, sampling).responses)
 
 
 class Plain:
