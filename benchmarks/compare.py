@@ -36,6 +36,7 @@ from benchmarks.compare_systems import (
     ABLATIONS,
     LONGER,
     PRESETS,
+    RATES,
     TRAINING,
     Preset,
     base_config,
@@ -52,6 +53,7 @@ from refusion_jax.training.loop import SUMMARY_NAME, train
 from refusion_jax.training.metrics import read_metrics
 
 RUN_NAME = "run"
+FROM_RANDOM = "llada_from_random"
 ALONE = 24  # test prompts that are decoded one by one, for the time of a single response
 
 FLAGS = flags.FlagValues()
@@ -91,6 +93,24 @@ class Comparison:
         drawn = held_out_examples(0, count, config.data.synthetic_tasks)
         return drawn[: self.preset.validation], drawn[self.preset.validation :]
 
+    # ---- in which order ----
+
+    @property
+    def first(self) -> list[Cell]:
+        """What settings are chosen by."""
+        return [*self.bases, *self.trained.values(), *self.searches.values()]
+
+    @property
+    def later(self) -> list[Cell]:
+        """What else does not depend on the settings chosen."""
+        groups = (self.rates, self.curves, self.ablations, self.studies, self.gsm8k_runs)
+        return [cell for group in groups for cell in group.values()]
+
+    def last(self, chosen: dict[str, Setting]) -> list[Cell]:
+        """What does."""
+        groups = (self.tests(chosen), self.other_tests(chosen), self.timings(chosen))
+        return [cell for group in groups for cell in group.values()]
+
     # ---- training ----
 
     def run_directory(self, name: str) -> Path:
@@ -105,15 +125,36 @@ class Comparison:
     @functools.cached_property
     def trained(self) -> dict[tuple[str, int], Cell]:
         """By system or ablation and seed; "long_" before a system that is trained for longer."""
-        runs = [(name, name, seed, self.preset.steps) for seed in self.seeds for name in TRAINING]
-        runs += [(name, name, 0, self.preset.steps) for name in ABLATIONS if self.preset.ablations]
-        runs += [(f"long_{name}", name, 0, self.preset.long_steps) for name in LONGER if self.preset.long_steps]
-        cells = {}
-        for called, name, seed, steps in runs:
-            base = self.bases[seed]
-            config = system_config(self.preset, seed, name, str(self.run_directory(base.name)), steps)
-            cells[called, seed] = _training(f"{called}_{seed}", config, after=(base,))
+        steps = self.preset.steps
+        cells = {(name, seed): self._system(name, name, seed, steps) for seed in self.seeds for name in TRAINING}
+        if self.preset.ablations:
+            cells |= {(name, 0): self._system(name, name, 0, steps) for name in ABLATIONS}
+            # As the published one began; the others had a model of next tokens to begin with.
+            random = system_config(self.preset, 0, "llada", "", steps)
+            cells[FROM_RANDOM, 0] = _training(f"{FROM_RANDOM}_0", random)
+        if self.preset.long_steps:
+            cells |= {
+                (f"long_{name}", 0): self._system(f"long_{name}", name, 0, self.preset.long_steps) for name in LONGER
+            }
         return cells
+
+    def _system(self, called: str, name: str, seed: int, steps: int, learning_rate: float | None = None) -> Cell:
+        """A training of a system or an ablation from the seed's first weights."""
+        base = self.bases[seed]
+        preset = dataclasses.replace(self.preset, learning_rate=learning_rate or self.preset.learning_rate)
+        config = system_config(preset, seed, name, str(self.run_directory(base.name)), steps)
+        return _training(f"{called}_{seed}", config, after=(base,))
+
+    @functools.cached_property
+    def rates(self) -> dict[tuple[str, float], Cell]:
+        """By system and learning rate, of a short training."""
+        steps = self.preset.rate_steps
+        return {
+            (name, rate): self._system(f"rate_{rate:g}_{name}", name, 0, steps, rate)
+            for name in TRAINING
+            for rate in RATES
+            if steps
+        }
 
     @functools.cached_property
     def gsm8k_runs(self) -> dict[str, Cell]:
@@ -159,12 +200,19 @@ class Comparison:
             for seed in self.seeds
         }
 
-    def long_tests(self, chosen: dict[str, Setting]) -> dict[str, Cell]:
-        """By decoder: its chosen setting with the weights of a longer training."""
-        return {
-            name: self.decoded(f"test_long_{name}", [setting], 0, test=True, models=f"long_{setting.trained}")
+    def other_tests(self, chosen: dict[str, Setting]) -> dict[tuple[str, str], Cell]:
+        """By decoder and weights: its chosen setting with weights of a longer training, or from another beginning."""
+        wanted = [
+            (name, f"long_{setting.trained}")
             for name, setting in chosen.items()
-            if self.preset.long_steps and setting.trained in LONGER and name != "fast_dllm"
+            if self.preset.long_steps and name != "fast_dllm"
+        ]
+        if self.preset.ablations:
+            wanted.append(("llada", FROM_RANDOM))
+        return {
+            (name, models): self.decoded(f"test_{name}_{models}", [chosen[name]], 0, test=True, models=models)
+            for name, models in wanted
+            if (models, 0) in self.trained
         }
 
     def timings(self, chosen: dict[str, Setting]) -> dict[str, Cell]:
@@ -258,8 +306,12 @@ def _training(name: str, config: Config, after: tuple[Cell, ...] = ()) -> Cell:
     return Cell("train", name, settings, compute, after)
 
 
-def _tried(found: Sequence[dict[str, Any]]) -> list[tuple[Setting, Outcome]]:
-    return [(Setting(**each["setting"]), Outcome(**each["outcome"])) for each in found]
+def _chosen(searched: dict[str, Sequence[dict[str, Any]]]) -> dict[str, Setting]:
+    """By system, the best of what its search has tried."""
+    return {
+        name: choose([(Setting(**each["setting"]), Outcome(**each["outcome"])) for each in tried])
+        for name, tried in searched.items()
+    }
 
 
 def _run_some(cells: Cells, known: Sequence[Cell], pattern: str) -> None:
@@ -281,23 +333,23 @@ def main(args: flags.FlagValues) -> None:
     if PRESETS[args.preset].gsm8k_steps and not Path(args.gsm8k or ".").exists():
         raise ConfigError(f"--gsm8k {args.gsm8k} is no file; give that of GSM8K's training problems, or '' for none.")
     keep_freed_memory()
-    comparison = Comparison(PRESETS[args.preset], Path(args.workdir), args.gsm8k)
+    # Resolved, since it is part of the configuration that a run goes on with.
+    comparison = Comparison(PRESETS[args.preset], Path(args.workdir).resolve(), args.gsm8k)
     cells = Cells(comparison.workdir, allow_dirty=args.allow_dirty, recompute=args.recompute)
-    first = [*comparison.bases, *comparison.trained.values(), *comparison.searches.values()]
-    later = [*comparison.curves.values(), *comparison.ablations.values(), *comparison.studies.values()]
-    later += comparison.gsm8k_runs.values()
-    if args.list:
-        print(cells.table([*first, *later]))
+    if args.list or args.only is not None:
+        searched = {name: cells.result(cell) or [] for name, cell in comparison.searches.items()}
+        known = [*comparison.first, *comparison.later]
+        if all(searched.values()):  # else it is not known yet what is tested
+            known += comparison.last(_chosen(searched))
+        if args.list:
+            print(cells.table(known))
+        else:
+            _run_some(cells, known, args.only)
         return
-    if args.only is not None:
-        _run_some(cells, [*first, *later], args.only)
-        return
-    results = cells.run(first)
-    chosen = {name: choose(_tried(results[cell.place])) for name, cell in comparison.searches.items()}
-    tests, long_tests = comparison.tests(chosen), comparison.long_tests(chosen)
-    timings = comparison.timings(chosen)
-    results |= cells.run([*first, *tests.values(), *long_tests.values(), *later, *timings.values()])
-    report = compare_report.Report(comparison, results, chosen, tests, long_tests, timings)
+    found = cells.run(comparison.first)
+    chosen = _chosen({name: found[cell.place] for name, cell in comparison.searches.items()})
+    results = cells.run([*comparison.first, *comparison.later, *comparison.last(chosen)])
+    report = compare_report.Report(comparison, results, chosen)
     output = common.result_path(args.output, f"compare_{args.preset}")
     write_json(output, report.result() | {"cell_commits": cells.commits})
     print(report.text())

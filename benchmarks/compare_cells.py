@@ -89,6 +89,10 @@ class Cell:
         return f"{self.kind}/{self.name}"
 
 
+class CellIsBusy(Exception):
+    """Another process computes it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The code that a kind of cells depends on: its commit, and which of its files differ from that."""
@@ -152,7 +156,7 @@ class Cells:
         while waiting:
             for cell in waiting:
                 if all(each.place in results for each in cell.after):
-                    with contextlib.suppress(BlockingIOError):
+                    with contextlib.suppress(CellIsBusy):
                         results[cell.place] = self.run_cell(cell)
             left = [cell for cell in waiting if cell.place not in results]
             if len(left) == len(waiting):
@@ -165,7 +169,7 @@ class Cells:
 
         Raises:
           ConfigError: when it was computed or begun with another key.
-          BlockingIOError: while another process computes it.
+          CellIsBusy: while another process computes it.
         """
         directory = self.directory(cell)
         directory.mkdir(parents=True, exist_ok=True)
@@ -179,6 +183,10 @@ class Cells:
                 with _timed(directory / CELL_NAME):
                     write_json(directory / RESULT_NAME, cell.compute(directory))
             return json.loads((directory / RESULT_NAME).read_text())
+
+    def result(self, cell: Cell) -> Any | None:
+        """The result of a cell that is finished, None of one that is not, or of other settings or code."""
+        return json.loads((self.directory(cell) / RESULT_NAME).read_text()) if self.state(cell) == "finished" else None
 
     def table(self, cells: Sequence[Cell]) -> str:
         """A Markdown table of the cells' states and the seconds they took."""
@@ -195,7 +203,7 @@ class Cells:
             try:
                 with _locked(directory):
                     pass
-            except BlockingIOError:
+            except CellIsBusy:
                 state = "computing"
         if self._other_settings(cell):
             return f"{state}, of other settings"
@@ -316,7 +324,7 @@ def _locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
+            raise CellIsBusy(directory) from None
         except OSError:  # a file system without locks
             pass
         yield

@@ -11,7 +11,7 @@ from benchmarks import common, compare_mechanisms, compare_plots
 from benchmarks.compare_ablations import DECODERS, THRESHOLDS
 from benchmarks.compare_decoding import CHIP, SETTINGS, Outcome, Setting, projected
 from benchmarks.compare_projection import PROMPT_LENGTH, RESPONSE_LENGTH, Load, mean_forward
-from benchmarks.compare_systems import TASKS, TRAINING
+from benchmarks.compare_systems import RATES, TASKS, TRAINING
 from refusion_jax.config import to_dict
 
 LABELS = {
@@ -36,17 +36,25 @@ class Report:
       comparison: a `compare.Comparison`.
       results: by cell place.
       chosen: the best setting of each system.
-      tests: the cells of the test prompts, by system and seed.
-      long_tests: those with the weights of a longer training, by system.
-      timings: how fast decoding is here, by system.
     """
 
     comparison: Any
     results: dict[str, Any]
     chosen: dict[str, Setting]
-    tests: dict[tuple[str, int], Any]
-    long_tests: dict[str, Any]
-    timings: dict[str, Any]
+
+    @functools.cached_property
+    def _tests(self) -> dict[tuple[str, int], Any]:
+        """By system and seed."""
+        return self.comparison.tests(self.chosen)
+
+    @functools.cached_property
+    def _timings(self) -> dict[str, Any]:
+        return self.comparison.timings(self.chosen)
+
+    @functools.cached_property
+    def _other_tests(self) -> dict[tuple[str, str], Any]:
+        """By decoder and weights."""
+        return self.comparison.other_tests(self.chosen)
 
     def result(self) -> dict[str, Any]:
         """The record: `systems` has the mean over seeds, `..._spread` the least and the greatest; then all details."""
@@ -57,9 +65,12 @@ class Report:
             "projection": {"model": "8B", "prompt": PROMPT_LENGTH, "response": RESPONSE_LENGTH, "batch": 1},
             "chosen": {name: dataclasses.asdict(setting) for name, setting in self.chosen.items()},
             "tried": {name: self._decoded(cell) for name, cell in self.comparison.searches.items()},
-            "tests": {f"{name}_{seed}": self._decoded(cell)[0] for (name, seed), cell in self.tests.items()},
-            "longer": {name: self._decoded(cell)[0] for name, cell in self.long_tests.items()},
-            "timings": {name: self._of(cell) for name, cell in self.timings.items()},
+            "tests": {f"{name}_{seed}": self._decoded(cell)[0] for (name, seed), cell in self._tests.items()},
+            "other_weights": {
+                f"{name} with {models}": self._decoded(cell)[0] for (name, models), cell in self._other_tests.items()
+            },
+            "rates": {f"{name} at {rate:g}": self._nats(cell) for (name, rate), cell in self.comparison.rates.items()},
+            "timings": {name: self._of(cell) for name, cell in self._timings.items()},
             "training": {cell.name: self._of(cell) for cell in self.comparison.trained.values()},
             "curves": {str(seed): self._decoded(cell) for seed, cell in self.comparison.curves.items()},
             "ablations": {name: self._decoded(cell) for name, cell in self.comparison.ablations.items()},
@@ -73,6 +84,10 @@ class Report:
 
     def _of(self, cell: Any) -> Any:
         return self.results[cell.place]
+
+    def _nats(self, cell: Any) -> float:
+        """What a training cell's run says of the held-out examples."""
+        return self._of(cell)["summary"]["eval_nats_per_token"]
 
     def _decoded(self, cell: Any) -> list[dict[str, Any]]:
         """What a cell decoded: the fields of each setting and its outcome, and what is projected from it."""
@@ -89,14 +104,12 @@ class Report:
         return found
 
     def _outcomes(self, name: str) -> list[dict[str, Any]]:
-        return [self._decoded(self.tests[name, seed])[0] for seed in self.comparison.seeds]
+        return [self._decoded(self._tests[name, seed])[0] for seed in self.comparison.seeds]
 
     def _system(self, name: str) -> dict[str, Any]:
         outcomes = self._outcomes(name)
-        nats = [
-            self._of(self.comparison.trained[self.chosen[name].trained, seed])["summary"]["eval_nats_per_token"]
-            for seed in self.comparison.seeds
-        ]
+        trained = self.chosen[name].trained
+        nats = [self._nats(self.comparison.trained[trained, seed]) for seed in self.comparison.seeds]
         found: dict[str, Any] = {}
         for field, values in (
             ("exact_match", [each["exact_match"] for each in outcomes]),
@@ -106,7 +119,7 @@ class Report:
         ):
             found[field] = statistics.mean(values)
             found[f"{field}_spread"] = [min(values), max(values)]
-        timing = self._of(self.timings[name])
+        timing = self._of(self._timings[name])
         found |= {"tokens_per_second": timing["alone"], "tokens_per_second_batch": timing["together"]}
         for part in ("by_task", "projected", "forward"):
             found[part] = {key: statistics.mean(each[part][key] for each in outcomes) for key in outcomes[0][part]}
@@ -141,8 +154,10 @@ class Report:
     def text(self) -> str:
         """The tables."""
         parts = [self._main_table(), self._task_table(), self._claim_table(), self._chosen_table()]
-        if self.long_tests:
-            parts += [self._long_table()]
+        if self._other_tests:
+            parts += [self._other_weights_table()]
+        if self.comparison.rates:
+            parts += [self._rate_table()]
         if self.comparison.ablations:
             parts += [self._ablation_table()]
         if self.comparison.studies:
@@ -192,24 +207,31 @@ class Report:
         rows = [[LABELS[name], setting.trained, setting.text] for name, setting in self.chosen.items()]
         return common.table(["system", "weights", "settings chosen"], rows)
 
-    def _long_table(self) -> str:
+    def _other_weights_table(self) -> str:
         preset, rows = self.comparison.preset, []
-        for name, cell in self.long_tests.items():
-            long, short = self._decoded(cell)[0], self._decoded(self.tests[name, 0])[0]
-            for steps, found in ((preset.steps, short), (preset.long_steps, long)):
+        usual = f"{preset.steps:,} steps"
+        for (name, models), cell in self._other_tests.items():
+            other = f"{preset.long_steps:,} steps" if models.startswith("long_") else f"{usual}, from random weights"
+            for weights, found in ((usual, self._decoded(self._tests[name, 0])[0]), (other, self._decoded(cell)[0])):
                 rows.append([
-                    LABELS[name], f"{steps:,}", f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}",
+                    LABELS[name], weights, f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}",
                     f"{found['projected'][CHIP]:,.0f}", *(f"{found['by_task'].get(task, 0):.2f}" for task in TASKS),
                 ])  # fmt: skip
-        header = ["one seed", "steps", "exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}", *TASKS]
+        header = ["one seed", "trained for", "exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}", *TASKS]
         return common.table(header, rows)
+
+    def _rate_table(self) -> str:
+        rates = self.comparison.rates
+        rows = [[LABELS[name], *(f"{self._nats(rates[name, rate]):.3f}" for rate in RATES)] for name in TRAINING]
+        steps = f"{self.comparison.preset.rate_steps:,}"
+        return common.table([f"nats per token after {steps} steps", *(f"rate {rate:g}" for rate in RATES)], rows)
 
     def _ablation_table(self) -> str:
         rows = []
         for name, cell in self.comparison.ablations.items():
             for found in self._decoded(cell):
                 decode = found["setting"]["decode"]
-                nats = self._of(self.comparison.trained[name, 0])["summary"]["eval_nats_per_token"]
+                nats = self._nats(self.comparison.trained[name, 0])
                 rows.append([
                     name, decode["algorithm"], str(decode["slot_size"]), f"{found['exact_match']:.3f}",
                     f"{found['tokens_per_forward']:.2f}", f"{nats:.3f}",

@@ -38,6 +38,7 @@ class Preset:
       validation, test: held-out prompts that settings are chosen on, and that are counted.
       decode_rows: prompts decoded at once.
       long_steps: of the systems in `LONGER`, once, to see what a larger budget changes; 0 for none.
+      rate_steps: of each system with each of `RATES`, once, to see whether one rate is fair to all; 0 for none.
       gsm8k_steps: of each system on GSM8K, from random weights; 0 for none.
     """
 
@@ -53,6 +54,7 @@ class Preset:
     test: int = 360
     decode_rows: int = 32
     long_steps: int = 10_000
+    rate_steps: int = 1_000
     gsm8k_steps: int = 1_000
 
 
@@ -60,12 +62,12 @@ PRESETS = {
     "cpu": Preset(),
     "gpu": Preset(
         layers=6, width=256, batch_size=64, base_steps=1_000, steps=2_000, learning_rate=5e-3, seeds=1,
-        ablations=False, decode_rows=120, long_steps=0, gsm8k_steps=0,
+        ablations=False, decode_rows=120, long_steps=0, rate_steps=0, gsm8k_steps=0,
     ),
     # Whether everything works, in a quarter of an hour of compiling; its figures mean nothing.
     "tiny": Preset(
         layers=1, width=32, batch_size=4, base_steps=6, steps=6, validation=6, test=12, seeds=2, decode_rows=12,
-        long_steps=8, gsm8k_steps=4,
+        long_steps=8, rate_steps=2, gsm8k_steps=4,
     ),
 }  # fmt: skip
 
@@ -134,7 +136,8 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "left_to_right": {"slots": {"clean_order": "left_to_right"}},
     "without_ar": {"slots": {"ar_weight": 0.0}},
 }
-LONGER = ("refusion", "autoregressive", "llada")
+LONGER = ("refusion", "autoregressive", "llada", "dream")
+RATES = (3e-3, 1e-2, 3e-2)
 
 GSM8K_LENGTH = 384
 
@@ -182,7 +185,7 @@ def system_config(preset: Preset, seed: int, name: str, base: str, steps: int) -
       preset: how much.
       seed: which repetition.
       name: of `TRAINING` or `ABLATIONS`.
-      base: the run directory of the first weights.
+      base: the run directory of the first weights; "" for random ones.
       steps: how many.
     """
     config = base_config(preset, seed)

@@ -159,6 +159,14 @@ def test_a_cell_that_another_process_computes_comes_later(open_cells, monkeypatc
     assert order == ["llada", "waited", "train", "decode"]
 
 
+def test_an_error_of_a_computation_is_not_taken_for_another_process(open_cells):
+    def blocked(_):
+        raise BlockingIOError("a full pipe")
+
+    with pytest.raises(BlockingIOError, match="a full pipe"):
+        open_cells().run([Cell("train", "refusion", {}, blocked)])
+
+
 def test_states_of_cells(open_cells, checkout):
     cells = make_cells(Count(), Count())
     one = Cell("train", "one", {}, Count())
@@ -170,8 +178,9 @@ def test_states_of_cells(open_cells, checkout):
     assert open_cells().table([*cells, one]).splitlines()[2:] == [
         "| train/refusion | finished | 0 |", "| decode/refusion | finished | 0 |", "| train/one | missing | – |",
     ]  # fmt: skip
+    assert open_cells().result(cells[1]) == {"times": 1, "steps": 1} and open_cells().result(one) is None
     change(checkout, "decode.py", "2")
-    assert open_cells().state(cells[1]) == "finished, of other code"
+    assert open_cells().state(cells[1]) == "finished, of other code" and open_cells().result(cells[1]) is None
     assert open_cells().state(make_cells(Count(), Count(), steps=5)[0]) == "finished, of other settings"
 
 

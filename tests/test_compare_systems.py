@@ -7,8 +7,18 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare_ablations import ablation_settings, curve_settings
+from benchmarks.compare_cells import Cells
 from benchmarks.compare_decoding import SETTINGS, Outcome, Setting, choose
-from benchmarks.compare_systems import ABLATIONS, LONGER, PRESETS, TRAINING, base_config, gsm8k_config, system_config
+from benchmarks.compare_systems import (
+    ABLATIONS,
+    LONGER,
+    PRESETS,
+    RATES,
+    TRAINING,
+    base_config,
+    gsm8k_config,
+    system_config,
+)
 from refusion_jax import command_line
 from refusion_jax.config import DecodeConfig, to_dict
 from refusion_jax.data import load_dataset, make_batches
@@ -132,9 +142,26 @@ def test_all_cells_are_listed(tmp_path, capsys):
         *(f"{name}_{seed}" for name in ["base", *TRAINING] for seed in range(TINY.seeds)),
         *(f"{name}_0" for name in ABLATIONS),
         *(f"long_{name}_0" for name in LONGER),
+        *(f"rate_{rate:g}_{name}_0" for name in TRAINING for rate in RATES),
+        "llada_from_random_0",
     }
     assert {f"decode/search_{name}" for name in SETTINGS} < set(listed)
     assert {"dependence/llada_0", "mechanisms/refusion_0"} < set(listed)
+
+
+def test_tests_are_listed_when_settings_are_chosen(tmp_path, capsys):
+    comparison = compare.Comparison(TINY, tmp_path, "")
+    cells = Cells(tmp_path, allow_dirty=True)
+    for name, cell in comparison.searches.items():
+        loads = [{"kind": "whole", "width": 64, "cached": 0, "count": 1}]
+        tried = {"prompts": 1, "exact_match": 1.0, "by_task": {}, "tokens_per_forward": 1.0, "loads": loads}
+        found = [{"setting": dataclasses.asdict(SETTINGS[name][0]), "outcome": tried}]
+        cells.run_cell(dataclasses.replace(cell, compute=lambda _, found=found: found))
+    run_script("preset=tiny", f"workdir={tmp_path}", "gsm8k=", "list")
+    listed = {line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]}
+    tests = {f"decode/test_{name}_{seed}" for name in SETTINGS for seed in range(TINY.seeds)}
+    others = {f"decode/test_{name}_long_{name}" for name in LONGER} | {"decode/test_llada_llada_from_random"}
+    assert tests | others | {f"timing/{name}" for name in SETTINGS} < listed
 
 
 @pytest.mark.parametrize(
