@@ -4,12 +4,10 @@ import itertools
 import re
 
 import pytest
+from matplotlib.image import imread
 
 from benchmarks import common, compare_plots
 from benchmarks.compare_plots import Curve, Point
-
-pytest.importorskip("matplotlib")
-from matplotlib.image import imread
 
 RUNS = [{0: 0.0, 100: 0.5, 200: 0.9}, {0: 0.1, 100: 0.7, 200: 0.8}, {0: 0.0, 100: 0.6}]
 CURVES = [
