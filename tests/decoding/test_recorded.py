@@ -74,7 +74,9 @@ def generate(model, cases, batch_size):
     return api.generate(model, prompts, configs, batch_size=batch_size)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8], ids=["alone", "mixed"])
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(1, marks=pytest.mark.slow, id="alone"), pytest.param(8, id="mixed")]
+)
 def test_recorded_cases(model, compiled, monkeypatch, batch_size):
     # One response bucket for all: on two cores a compilation costs more than decoding all cases.
     monkeypatch.setattr(batching, "MIN_RESPONSE_BUCKET", 256)
