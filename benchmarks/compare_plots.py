@@ -82,6 +82,30 @@ def draw_quality_against_speed(points: Sequence[Point], output: Path, chip: str)
     _save(figure, output)
 
 
+def draw_settings(tried: Mapping[str, tuple[str, Sequence[tuple[float, float]]]], output: Path, chip: str) -> None:
+    """A point per setting, those that no other one of the system beats in both respects joined by a line.
+
+    Args:
+      tried: by system its name in the legend, and tokens/s projected for an 8B model and exact match of each setting.
+      output: PNG file to write.
+      chip: the projection's.
+    """
+    figure, axes = _figure()
+    for (colour, marker), (label, points) in zip(_styles(tried), tried.values(), strict=True):
+        best = sorted(point for point in points if not any(_beats(other, point) for other in points))
+        axes.plot(*zip(*best, strict=True), color=colour, linewidth=1.5, marker=marker, markersize=7, label=label)
+        axes.plot(*zip(*points, strict=True), color=colour, linestyle="", marker=marker, markersize=4, alpha=0.5)
+    axes.set_xscale("log")
+    axes.set(xlabel=f"projected speed of an 8B model on one {chip} (tokens/s)", ylabel="exact match (share)")
+    _plain_numbers(axes.xaxis)
+    _legend(figure)
+    _save(figure, output)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] >= other[0] and one[1] >= other[1]
+
+
 def draw_quality_against_parallelism(curves: Sequence[Curve], output: Path) -> None:
     """Exact match against tokens per forward, a curve over thresholds per system; `marks` are the thresholds."""
     figure, axes = _figure()

@@ -162,7 +162,7 @@ class Report:
             parts += [self._ablation_table()]
         if self.comparison.studies:
             parts += [compare_mechanisms.text(self._of(self.comparison.studies["mechanisms"]))]
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, self._tried_table()])
 
     def _main_table(self) -> str:
         header = [
@@ -206,6 +206,19 @@ class Report:
     def _chosen_table(self) -> str:
         rows = [[LABELS[name], setting.trained, setting.text] for name, setting in self.chosen.items()]
         return common.table(["system", "weights", "settings chosen"], rows)
+
+    def _tried_table(self) -> str:
+        rows = [
+            [
+                LABELS[name], setting.trained, setting.text, f"{found['exact_match']:.3f}",
+                f"{found['tokens_per_forward']:.2f}", f"{found['projected'][CHIP]:,.0f}",
+            ]
+            for name, cell in self.comparison.searches.items()
+            for setting, found in zip(SETTINGS[name], self._decoded(cell), strict=True)
+        ]  # fmt: skip
+        header = ["tried on validation prompts", "weights", "settings", "exact match", "tokens per forward",
+                  f"tokens/s, 8B on {CHIP}"]  # fmt: skip
+        return common.table(header, rows)
 
     def _other_weights_table(self) -> str:
         preset, rows = self.comparison.preset, []
@@ -255,6 +268,15 @@ class Report:
             for name, found in systems.items()
         ]  # fmt: skip
         compare_plots.draw_quality_against_speed(points, directory / "quality_speed.png", CHIP)
+        tried = {name: self._decoded(cell) for name, cell in self.comparison.searches.items()}
+        compare_plots.draw_settings(
+            {
+                name: (LABELS[name], [(each["projected"][CHIP], each["exact_match"]) for each in found])
+                for name, found in tried.items()
+            },
+            directory / "settings.png",
+            CHIP,
+        )
         trained = self.comparison.trained
         learning = [
             _learning_curve(name, [self._of(trained[name, seed]) for seed in self.comparison.seeds])

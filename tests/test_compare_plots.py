@@ -52,6 +52,9 @@ def test_names_stand_clear_of_points_and_of_one_another(figures, tmp_path):
 def draw(name, output):
     if name == "speed":
         compare_plots.draw_quality_against_speed([point("refusion", 400.0, 0.9)], output, "v5e")
+    elif name == "settings":
+        tried = [(100.0, 0.9), (200.0, 0.8), (150.0, 0.8), (90.0, 0.7), (400.0, 0.5)]
+        compare_plots.draw_settings({"refusion": ("ReFusion", tried), "llada": ("LLaDA", [(5.0, 0.6)])}, output, "v5e")
     elif name == "parallelism":
         compare_plots.draw_quality_against_parallelism(CURVES[1:], output)
     elif name == "learning":
@@ -61,12 +64,19 @@ def draw(name, output):
         compare_plots.draw_dependence({"LLaDA": ("llada", by_distance)}, output)
 
 
-@pytest.mark.parametrize("name", ["speed", "parallelism", "learning", "dependence"])
+@pytest.mark.parametrize("name", ["speed", "settings", "parallelism", "learning", "dependence"])
 def test_pictures_are_800_pixels_wide_with_units_on_their_axes(name, figures, tmp_path):
     draw(name, tmp_path / "picture.png")
     assert imread(tmp_path / "picture.png").shape[:2] == (500, 800)
     axes = figures[0].axes[0]
     assert all(re.search(r"\(.+\)$|steps$", label) for label in (axes.get_xlabel(), axes.get_ylabel()))
+
+
+def test_settings_that_no_other_beats_are_joined(figures, tmp_path):
+    draw("settings", tmp_path / "picture.png")
+    best, all_of_them, other, _ = figures[0].axes[0].lines
+    assert list(zip(*best.get_data(), strict=True)) == [(100.0, 0.9), (200.0, 0.8), (400.0, 0.5)]
+    assert len(all_of_them.get_xdata()) == 5 and len(other.get_xdata()) == 1
 
 
 def test_every_system_has_its_colour_and_marker(figures, tmp_path):

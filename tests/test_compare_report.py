@@ -97,6 +97,8 @@ def test_tables(report):
         assert [row for row in rows if row[0] == name]
     assert ["LLaDA", f"{TINY.steps} steps, from random weights"] in [row[:2] for row in rows]
     assert ["LLaDA", f"{TINY.long_steps} steps"] in [row[:2] for row in rows]
+    tried = [row for row in rows if row[0] == LABELS["fast_dllm"] and row[1] in ("llada", "dream") and len(row) == 6]
+    assert len(tried) == len(SETTINGS["fast_dllm"])
     assert ["block diffusion", *["0.500"] * len(RATES)] in rows
 
 
@@ -115,12 +117,13 @@ def test_a_preset_without_studies(tmp_path):
     chosen = {name: settings[0] for name, settings in SETTINGS.items()}
     cells = [*comparison.first, *comparison.later, *comparison.last(chosen)]
     report = Report(comparison, {cell.place: MADE[cell.kind](cell) for cell in cells}, chosen)
-    assert len(tables_of(report.text())) == 4 and not report.result()["other_weights"]
+    assert len(tables_of(report.text())) == 5 and not report.result()["other_weights"]
 
 
 def test_pictures(report, tmp_path):
     report.draw(tmp_path / "pictures")
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert drawn == {
-        "quality_speed.png", "learning.png", "gsm8k.png", "thresholds_8.png", "thresholds_32.png", "dependence.png",
+        "quality_speed.png", "settings.png", "learning.png", "gsm8k.png", "thresholds_8.png", "thresholds_32.png",
+        "dependence.png",
     }  # fmt: skip
