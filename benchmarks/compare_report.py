@@ -23,6 +23,7 @@ LABELS = {
     "fast_dllm": "Fast-dLLM",
     "block_diffusion": "block diffusion",
 }
+TRAINED = {name: LABELS[name] for name in TRAINING} | {"refusion": "ReFusion"}  # however it is decoded
 # What the paper measured of 8B models, as multiples of another system's tokens per second.
 CLAIMS = {"autoregressive": 2.33, "llada": 18.0, "dream": 18.0}
 CHIPS = (CHIP, "v5e", "v5p", "H200")
@@ -221,21 +222,25 @@ class Report:
         return common.table(header, rows)
 
     def _other_weights_table(self) -> str:
-        preset, rows = self.comparison.preset, []
+        preset, cells = self.comparison.preset, self._other_tests
         usual = f"{preset.steps:,} steps"
-        for (name, models), cell in self._other_tests.items():
+        found = {(name, usual): self._decoded(self._tests[name, 0])[0] for name, _ in cells}
+        for (name, models), cell in cells.items():
             other = f"{preset.long_steps:,} steps" if models.startswith("long_") else f"{usual}, from random weights"
-            for weights, found in ((usual, self._decoded(self._tests[name, 0])[0]), (other, self._decoded(cell)[0])):
-                rows.append([
-                    LABELS[name], weights, f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}",
-                    f"{found['projected'][CHIP]:,.0f}", *(f"{found['by_task'].get(task, 0):.2f}" for task in TASKS),
-                ])  # fmt: skip
+            found[name, other] = self._decoded(cell)[0]
+        rows = [
+            [
+                LABELS[name], weights, f"{each['exact_match']:.3f}", f"{each['tokens_per_forward']:.2f}",
+                f"{each['projected'][CHIP]:,.0f}", *(f"{each['by_task'].get(task, 0):.2f}" for task in TASKS),
+            ]
+            for (name, weights), each in sorted(found.items(), key=lambda item: list(LABELS).index(item[0][0]))
+        ]  # fmt: skip
         header = ["one seed", "trained for", "exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}", *TASKS]
         return common.table(header, rows)
 
     def _rate_table(self) -> str:
         rates = self.comparison.rates
-        rows = [[LABELS[name], *(f"{self._nats(rates[name, rate]):.3f}" for rate in RATES)] for name in TRAINING]
+        rows = [[TRAINED[name], *(f"{self._nats(rates[name, rate]):.3f}" for rate in RATES)] for name in TRAINING]
         steps = f"{self.comparison.preset.rate_steps:,}"
         return common.table([f"nats per token after {steps} steps", *(f"rate {rate:g}" for rate in RATES)], rows)
 
@@ -331,4 +336,4 @@ def _learning_curve(name: str, runs: Sequence[dict[str, Any]]) -> compare_plots.
     """The held-out bound over the steps of training cells' results."""
     key = "eval_nats_per_token"
     curves = [{record["step"]: record[key] for record in run["curve"] if key in record} for run in runs]
-    return compare_plots.Curve.of_runs(name, LABELS[name], curves)
+    return compare_plots.Curve.of_runs(name, TRAINED[name], curves)
