@@ -72,10 +72,10 @@ class Report:
             },
             "rates": {f"{name} at {rate:g}": self._nats(cell) for (name, rate), cell in self.comparison.rates.items()},
             "timings": {name: self._of(cell) for name, cell in self._timings.items()},
-            "training": {cell.name: self._of(cell) for cell in self.comparison.trained.values()},
+            "training": {cell.name: self._training(cell) for cell in self.comparison.trained.values()},
             "curves": {str(seed): self._decoded(cell) for seed, cell in self.comparison.curves.items()},
             "ablations": {name: self._decoded(cell) for name, cell in self.comparison.ablations.items()},
-            "gsm8k": {name: self._of(cell)["curve"] for name, cell in self.comparison.gsm8k_runs.items()},
+            "gsm8k": {name: self._training(cell) for name, cell in self.comparison.gsm8k_runs.items()},
             "studies": {name: self._of(cell) for name, cell in self.comparison.studies.items()},
             "preset": to_dict(self.comparison.preset),
             "commit": common.commit(),
@@ -85,6 +85,11 @@ class Report:
 
     def _of(self, cell: Any) -> Any:
         return self.results[cell.place]
+
+    def _training(self, cell: Any) -> dict[str, Any]:
+        """A run's summary, and what it measured of the held-out examples on the way."""
+        found = self._of(cell)
+        return found | {"curve": [record for record in found["curve"] if "eval_nats_per_token" in record]}
 
     def _nats(self, cell: Any) -> float:
         """What a training cell's run says of the held-out examples."""

@@ -81,6 +81,11 @@ def test_record(report):
     assert record["rates"]["dream at 0.003"] == pytest.approx(NATS["dream"])
     assert {"llada with llada_from_random", "dream with long_dream"} < set(record["other_weights"])
     assert record["tried"]["llada"][3]["setting"] == dataclasses.asdict(SETTINGS["llada"][3])
+    assert (
+        [each["step"] for each in record["training"]["llada_0"]["curve"]]
+        == [1, 2, 3]
+        == [each["step"] for each in record["gsm8k"]["dream"]["curve"]]
+    )
     assert "loads" not in record["tests"]["llada_1"] and record["preset"]["steps"] == TINY.steps
 
 
