@@ -348,10 +348,11 @@ def main(args: flags.FlagValues) -> None:
         return
     found = cells.run(comparison.first)
     chosen = _chosen({name: found[cell.place] for name, cell in comparison.searches.items()})
-    results = cells.run([*comparison.first, *comparison.later, *comparison.last(chosen)])
+    known = [*comparison.first, *comparison.later, *comparison.last(chosen)]
+    results = cells.run(known)
     report = compare_report.Report(comparison, results, chosen)
     output = common.result_path(args.output, f"compare_{args.preset}")
-    write_json(output, report.result() | {"cell_commits": cells.commits})
+    write_json(output, report.result() | {"cell_commits": cells.commits, "cell_seconds": cells.seconds(known)})
     print(report.text())
     if args.pictures:
         report.draw(Path(args.pictures))

@@ -190,8 +190,14 @@ class Cells:
 
     def table(self, cells: Sequence[Cell]) -> str:
         """A Markdown table of the cells' states and the seconds they took."""
-        rows = [(cell.place, self.state(cell), self._seconds(cell)) for cell in cells]
+        taken = {place: f"{seconds:,.0f}" for place, seconds in self.seconds(cells).items()}
+        rows = [(cell.place, self.state(cell), taken.get(cell.place, "–")) for cell in cells]
         return common.table(["cell", "state", "seconds"], rows)
+
+    def seconds(self, cells: Sequence[Cell]) -> dict[str, float]:
+        """By place, how long each cell took that was begun, with whatever else the machine did."""
+        saved = {cell.place: self._saved(cell) for cell in cells}
+        return {place: found["seconds"] for place, found in saved.items() if "seconds" in found}
 
     def state(self, cell: Cell) -> str:
         """ "finished", "computing", "interrupted" or "missing", and "of other settings" or "of other code" if it is."""
@@ -236,10 +242,6 @@ class Cells:
     def _saved(self, cell: Cell) -> dict[str, Any]:
         path = self.directory(cell) / CELL_NAME
         return json.loads(path.read_text()) if path.exists() else {"key": self._key(cell)}
-
-    def _seconds(self, cell: Cell) -> str:
-        saved = self._saved(cell)
-        return f"{saved['seconds']:,.0f}" if "seconds" in saved else "–"
 
     def _other_settings(self, cell: Cell) -> str:
         """What setting is another one, "" if none is."""

@@ -468,6 +468,7 @@ def test_a_forward_reads_all_weights_but_those_of_a_mere_lookup(tied):
     assert gpu_decoding.read_bytes(params) == total - (0 if tied else 4 * 64 * model.hidden_size)
 
 
+@pytest.mark.slow
 def test_forwards_commit_the_stated_number_of_tokens():
     model = ModelConfig(vocab_size=64, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     module, params = Transformer(model), gpu_decoding.random_params(model)

@@ -175,6 +175,7 @@ def test_states_of_cells(open_cells, checkout):
     assert open_cells().table([one]).splitlines()[2:] == ["| train/one | missing | – |"]
     open_cells().run([*cells, running])
     assert states == ["computing"]
+    assert open_cells().seconds([*cells, one]).keys() == {"train/refusion", "decode/refusion"}
     assert open_cells().table([*cells, one]).splitlines()[2:] == [
         "| train/refusion | finished | 0 |", "| decode/refusion | finished | 0 |", "| train/one | missing | – |",
     ]  # fmt: skip

@@ -215,7 +215,11 @@ def compare(config, params, prompts, settings, seed, smallest_margin=MARGIN):
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = "two_layers"
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != QUICK]
+
+
+@pytest.mark.parametrize("name", [QUICK, *OTHERS])
 def test_random_models(name):
     config, compared = MODELS[name], []
     for seed in range(5):

@@ -269,6 +269,7 @@ def test_answers_are_the_same_in_every_batch_composition(params, alone, rows):
             assert_same(answer, alone[name])
 
 
+@pytest.mark.slow
 def test_smaller_programs_give_the_same_answers(params, alone):
     """Those without sampling, without the published algorithm, or without suppressed tokens."""
     greedy = [job for job in pool() if job.config.temperature == 0]

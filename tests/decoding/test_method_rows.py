@@ -154,8 +154,8 @@ SPLIT = ModelConfig(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=0.6,
 )  # fmt: skip
 MESHES = {"4x1x2": (4, 1, 2), "2x2x2": (2, 2, 2), "8x1x1": (8, 1, 1)}
-QUICK = ["4x1x2 autoregressive"]
-SLOW = [*(f"2x2x2 {method}" for method in METHODS), "8x1x1 llada"]
+GREEDY = "4x1x2 autoregressive"
+NAMES = [GREEDY, *(f"2x2x2 {method}" for method in METHODS), "8x1x1 llada"]
 
 
 def answers_on(mesh, method, sampling):
@@ -176,15 +176,13 @@ def main(path, names):
     for name in names:
         shape, method = name.split()
         mesh = make_mesh(MeshConfig(*MESHES[shape]), jax.devices())
-        results[name] = [answers_on(place, METHODS[method], sampling=name in SLOW) for place in (mesh, None)]
+        results[name] = [answers_on(place, METHODS[method], sampling=name != GREEDY) for place in (mesh, None)]
     Path(path).write_text(json.dumps(results))
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
-)
-def test_several_devices(names, tmp_path):
-    for one, many in results_of_script(__file__, tmp_path / "out.json", names, timeout=1200).values():
+@pytest.mark.slow
+def test_several_devices(tmp_path):
+    for one, many in results_of_script(__file__, tmp_path / "out.json", NAMES, timeout=1200).values():
         assert len(one) == 11 and one == many
 
 

@@ -107,6 +107,7 @@ def test_int8_commits_nearly_the_same_tokens(monkeypatch, types):
     assert np.mean(agrees) >= 0.98
 
 
+@pytest.mark.slow
 def test_forty_rows(model, compiled, monkeypatch):
     # Short responses: the same decisions in a large batch, for a small part of the arithmetic.
     monkeypatch.setattr(batching, "MIN_RESPONSE_BUCKET", 64)

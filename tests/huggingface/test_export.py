@@ -231,6 +231,7 @@ def test_what_an_import_is_told_must_fit(source, flags, message, tmp_path, capsy
     assert all(part in error for part in message.split("*"))
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_directory_and_a_run_again(tiny_run, tiny_config, tmp_path, capsys):
     run("export", tiny_run, tmp_path / "model", "--max-shard-size=10KB")
     assert capsys.readouterr().out == f"Written to {tmp_path / 'model'}.\n"

@@ -388,6 +388,7 @@ def assert_split(found, tensors):
     assert shares["1000 norm/scale"] == 1 / 2
 
 
+@pytest.mark.slow
 def test_each_device_gets_its_share(tmp_path):
     tensors = write_checkpoint(tmp_path, LARGE, "qwen3", shards=2)
     [found] = results([start(tmp_path, 8, "1000", "1028", "999")])

@@ -68,6 +68,7 @@ def test_it_learns_and_decodes_conversations(run):
     assert result.text == [model.tokenizer.decode(result.tokens[0])]
 
 
+@pytest.mark.slow
 def test_it_continues_without_the_tokenizer_it_began_with(run, config, tmp_path, monkeypatch):
     workdir = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints" / "20")

@@ -257,6 +257,7 @@ def test_a_signal_saves_the_step_under_way(tiny_config, tmp_path, monkeypatch, c
     assert sorted(os.listdir(workdir / "checkpoints")) == ["3", "5"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_config, tmp_path, capsys):
     workdir = shutil.copytree(tiny_run, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints" / "20")
@@ -270,6 +271,7 @@ def test_a_run_goes_on_with_other_settings_that_compute_the_same(tiny_run, tiny_
     assert read_run_config(epath.Path(workdir)).checkpoint.keep_best == 1
 
 
+@pytest.mark.slow
 def test_passes_over_the_data_are_counted_in_steps(tiny_config, tmp_path, capsys):
     """Every example has been trained on as often as asked for when the last step is done."""
     config = with_values(with_values(tiny_config, "data", synthetic_examples=48), "train", epochs=2, steps=0)
@@ -285,6 +287,7 @@ def test_passes_over_the_data_are_counted_in_steps(tiny_config, tmp_path, capsys
     assert "has already been trained" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_data_that_changed_since_the_checkpoint_are_refused(tiny_config, tmp_path):
     examples = [{"query": "abc" * n, "response": "cba"} for n in range(1, 9)]
     config = short(json_config(tiny_config, tmp_path, examples), train={"steps": 2})
@@ -329,6 +332,7 @@ def test_weights_of_another_model_are_refused(tiny_run, tiny_config, tmp_path):
         loop.train(with_values(tiny_config, "train", init_from="nowhere"), tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_alone_resumed_and_merged(tiny_run, tiny_config, tmp_path, monkeypatch):
     adapters = {"rank": 2, "targets": ("q_proj", "down_proj")}
     config = short(tiny_config, train={"init_from": str(tiny_run)}, lora=adapters)

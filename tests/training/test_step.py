@@ -153,7 +153,7 @@ def gradient_by_steps(module=MODULE, **switches):
     return vars(metrics.loss), jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_accumulation_and_chunks_change_no_gradient(tied):
     """The last of four rows is empty: parts differ in their counts of examples and targets."""
     module = Transformer(dataclasses.replace(MODULE.config, tie_word_embeddings=tied))
