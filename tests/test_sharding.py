@@ -159,7 +159,7 @@ def results_of(tmp_path_factory):
     @functools.cache
     def run(names):
         path = tmp_path_factory.mktemp("multi_device") / "results.json"
-        return results_of_script(__file__, path, names, timeout=300)
+        return results_of_script(__file__, path, names, timeout=900)
 
     return lambda name: run(QUICK if name in QUICK else SLOW)[name]
 

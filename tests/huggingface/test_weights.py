@@ -373,7 +373,7 @@ def start(directory, devices, *arguments):
 
 
 def results(processes):
-    finished = [process.communicate(timeout=300) for process in processes]
+    finished = [process.communicate(timeout=600) for process in processes]
     assert all(process.returncode == 0 for process in processes), [error[-2000:] for _, error in finished]
     return [json.loads(output.splitlines()[-1]) for output, _ in finished]
 
