@@ -124,7 +124,7 @@ class Comparison:
 
     @functools.cached_property
     def trained(self) -> dict[tuple[str, int], Cell]:
-        """By system or ablation and seed; "long_" before a system that is trained for longer."""
+        """By system or ablation and seed; "long_" before one trained for longer; and LLaDA from random weights."""
         steps = self.preset.steps
         cells = {(name, seed): self._system(name, name, seed, steps) for seed in self.seeds for name in TRAINING}
         if self.preset.ablations:
@@ -202,13 +202,8 @@ class Comparison:
 
     def other_tests(self, chosen: dict[str, Setting]) -> dict[tuple[str, str], Cell]:
         """By decoder and weights: its chosen setting with weights of a longer training, or from another beginning."""
-        wanted = [
-            (name, f"long_{setting.trained}")
-            for name, setting in chosen.items()
-            if self.preset.long_steps and name != "fast_dllm"
-        ]
-        if self.preset.ablations:
-            wanted.append(("llada", FROM_RANDOM))
+        wanted = [(name, f"long_{setting.trained}") for name, setting in chosen.items() if name != "fast_dllm"]
+        wanted.append(("llada", FROM_RANDOM))
         return {
             (name, models): self.decoded(f"test_{name}_{models}", [chosen[name]], 0, test=True, models=models)
             for name, models in wanted

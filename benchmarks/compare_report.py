@@ -27,6 +27,7 @@ TRAINED = {name: LABELS[name] for name in TRAINING} | {"refusion": "ReFusion"}  
 # What the paper measured of 8B models, as multiples of another system's tokens per second.
 CLAIMS = {"autoregressive": 2.33, "llada": 18.0, "dream": 18.0}
 CHIPS = (CHIP, "v5e", "v5p", "H200")
+FIGURES = ("exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +217,12 @@ class Report:
     def _tried_table(self) -> str:
         rows = [
             [
-                LABELS[name], setting.trained, setting.text, f"{found['exact_match']:.3f}",
-                f"{found['tokens_per_forward']:.2f}", f"{found['projected'][CHIP]:,.0f}",
+                LABELS[name], found["setting"]["trained"], Setting(**found["setting"]).text, *_figures(found),
             ]
             for name, cell in self.comparison.searches.items()
-            for setting, found in zip(SETTINGS[name], self._decoded(cell), strict=True)
+            for found in self._decoded(cell)
         ]  # fmt: skip
-        header = ["tried on validation prompts", "weights", "settings", "exact match", "tokens per forward",
-                  f"tokens/s, 8B on {CHIP}"]  # fmt: skip
-        return common.table(header, rows)
+        return common.table(["tried on validation prompts", "weights", "settings", *FIGURES], rows)
 
     def _other_weights_table(self) -> str:
         preset, cells = self.comparison.preset, self._other_tests
@@ -235,13 +233,11 @@ class Report:
             found[name, other] = self._decoded(cell)[0]
         rows = [
             [
-                LABELS[name], weights, f"{each['exact_match']:.3f}", f"{each['tokens_per_forward']:.2f}",
-                f"{each['projected'][CHIP]:,.0f}", *(f"{each['by_task'].get(task, 0):.2f}" for task in TASKS),
+                LABELS[name], weights, *_figures(each), *(f"{each['by_task'].get(task, 0):.2f}" for task in TASKS),
             ]
             for (name, weights), each in sorted(found.items(), key=lambda item: list(LABELS).index(item[0][0]))
         ]  # fmt: skip
-        header = ["one seed", "trained for", "exact match", "tokens per forward", f"tokens/s, 8B on {CHIP}", *TASKS]
-        return common.table(header, rows)
+        return common.table(["one seed", "trained for", *FIGURES, *TASKS], rows)
 
     def _rate_table(self) -> str:
         rates = self.comparison.rates
@@ -289,12 +285,14 @@ class Report:
         )
         trained = self.comparison.trained
         learning = [
-            _learning_curve(name, [self._of(trained[name, seed]) for seed in self.comparison.seeds])
+            _learning_curve(name, [self._training(trained[name, seed]) for seed in self.comparison.seeds])
             for name in TRAINING
         ]
         compare_plots.draw_learning_curves(learning, directory / "learning.png", "held-out bound (nats per token)")
         if self.comparison.gsm8k_runs:
-            curves = [_learning_curve(name, [self._of(cell)]) for name, cell in self.comparison.gsm8k_runs.items()]
+            curves = [
+                _learning_curve(name, [self._training(cell)]) for name, cell in self.comparison.gsm8k_runs.items()
+            ]
             compare_plots.draw_learning_curves(curves, directory / "gsm8k.png", "held-out bound (nats per token)")
         if self.comparison.curves:
             for size in (8, 32):
@@ -332,13 +330,20 @@ class Report:
         return [each for cell in self.comparison.curves.values() for each in self._decoded(cell)]
 
 
+def _figures(found: dict[str, Any]) -> list[str]:
+    """The cells below `FIGURES`, of one setting's outcome."""
+    return [
+        f"{found['exact_match']:.3f}", f"{found['tokens_per_forward']:.2f}", f"{found['projected'][CHIP]:,.0f}",
+    ]  # fmt: skip
+
+
 def _with_spread(system: dict[str, Any], field: str, form: str) -> str:
     least, greatest = system[f"{field}_spread"]
     return f"{system[field]:{form}} ({least:{form}} to {greatest:{form}})"
 
 
 def _learning_curve(name: str, runs: Sequence[dict[str, Any]]) -> compare_plots.Curve:
-    """The held-out bound over the steps of training cells' results."""
+    """The held-out bound over the steps of runs as `Report._training` tells them."""
     key = "eval_nats_per_token"
-    curves = [{record["step"]: record[key] for record in run["curve"] if key in record} for run in runs]
+    curves = [{record["step"]: record[key] for record in run["curve"]} for run in runs]
     return compare_plots.Curve.of_runs(name, TRAINED[name], curves)

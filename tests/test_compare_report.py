@@ -60,7 +60,11 @@ MADE = {
 
 @pytest.fixture
 def report(tmp_path):
-    comparison = compare.Comparison(TINY, tmp_path, "train.jsonl")
+    return report_of(TINY, tmp_path, "train.jsonl")
+
+
+def report_of(preset, workdir, gsm8k):
+    comparison = compare.Comparison(preset, workdir, gsm8k)
     chosen = {name: settings[0] for name, settings in SETTINGS.items()}
     cells = [*comparison.first, *comparison.later, *comparison.last(chosen)]
     return Report(comparison, {cell.place: MADE[cell.kind](cell) for cell in cells}, chosen)
@@ -118,10 +122,7 @@ def test_claims_are_compared_on_every_chip(report):
 
 def test_a_preset_without_studies(tmp_path):
     preset = dataclasses.replace(TINY, ablations=False, long_steps=0, rate_steps=0, gsm8k_steps=0)
-    comparison = compare.Comparison(preset, tmp_path, "")
-    chosen = {name: settings[0] for name, settings in SETTINGS.items()}
-    cells = [*comparison.first, *comparison.later, *comparison.last(chosen)]
-    report = Report(comparison, {cell.place: MADE[cell.kind](cell) for cell in cells}, chosen)
+    report = report_of(preset, tmp_path, "")
     assert len(tables_of(report.text())) == 5 and not report.result()["other_weights"]
 
 
