@@ -209,6 +209,7 @@ def test_short_and_many_responses_have_a_stream_of_their_own(monkeypatch):
     assert [{many[index] for index in group} for group in group_by_length(many, 1)] == [{20, 5, 3}, {40}]
 
 
+@pytest.mark.slow
 def test_groups_give_the_same_answers(params, monkeypatch):
     prompts, configs = [*PROMPTS, [6]] * 4, [*GREEDY, SAMPLED[0]] * 4
     whole = decode_prompts(MODULE, params, prompts, configs, batch_size=2)

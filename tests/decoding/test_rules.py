@@ -172,6 +172,7 @@ def first_forwards(result, index):
     return [result.order[index][start] for start in (0, 4, 8)]
 
 
+@pytest.mark.slow
 def test_decodes_with_every_score_end(params, default):
     check_complete(default)
     results = [decode(params, Rules(slot_score=score)) for name, score in SLOT_SCORES.items() if name != "first_token"]

@@ -316,6 +316,7 @@ def test_tensors_are_quantised_on_arrival(is_tied, types, tmp_path):
     assert is_equal(got, quantize(read_params(tmp_path, config)))
 
 
+@pytest.mark.slow
 def test_devices_hold_two_tensors_that_are_not_int8(tmp_path):
     """Beside the embedding, which stays in its type; on devices the file's 1 MiB have 2."""
     write_checkpoint(tmp_path, LARGE, "qwen3", shards=3)

@@ -186,6 +186,7 @@ def test_parameter_names_and_shapes(tied):
         assert shapes == expected, switches
 
 
+@pytest.mark.slow
 def test_remat_and_unrolling_change_no_gradient():
     params = init(CONFIG)
     tokens, position_ids = random_tokens(3, 2, 10)

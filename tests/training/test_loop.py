@@ -312,6 +312,7 @@ def test_a_profile_is_written(tiny_config, tmp_path, capsys):
 # ---- beginning with given weights ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_and_tokenizer_of_another(tiny_run, tiny_config, tmp_path):
     config = with_values(tiny_config, "optimizer", warmup_steps=1)  # the first step's rate is 0
     config = with_values(config, "train", init_from=str(tiny_run), steps=1, log_every=1)
