@@ -39,7 +39,6 @@ import itertools
 import json
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,29 +46,23 @@ from typing import Any, BinaryIO
 import jax
 from absl import flags
 
-from refusion_jax import accelerators, answers, command_line
+from refusion_jax import accelerators, answers, command_line, decode_flags
 from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, own_settings, prepare
+from refusion_jax.checkpoint_identity import checkpoint_identity
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
-from refusion_jax.config import DTYPES, ConfigError, DecodeConfig, to_dict
-from refusion_jax.data.tokenizer_files import NAMES as TOKENIZER_FILES
+from refusion_jax.config import ConfigError, DecodeConfig, to_dict
 from refusion_jax.decoding import Answer, Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.file_job import answer_file, response_fields
-from refusion_jax.files import fingerprint, read_lines, writing_out
+from refusion_jax.files import read_lines, writing_out
 from refusion_jax.host_memory import keep_freed_memory
-from refusion_jax.huggingface import local_directory
-from refusion_jax.methods import CHOICES, METHOD_SETTINGS, SLOT_SETTINGS, Method, choose_method, methods_of
-from refusion_jax.modeling.quantization import QUANTIZATIONS
+from refusion_jax.methods import METHOD_SETTINGS, Method
 from refusion_jax.processes import PROCESS_FLAGS, Interrupted, Process, Signals, define_processes, join_processes
-from refusion_jax.prompt_files import MAX_LINE_BYTES, SEED_LIMIT, Chat, Reader
+from refusion_jax.prompt_files import MAX_LINE_BYTES, Chat, Reader
 from refusion_jax.prompts import Prepared
 from refusion_jax.sharding import decoding_mesh
-from refusion_jax.training.run_directory import CHECKPOINTS_NAME, CONFIG_NAME, TOKENIZER_NAME
-
-# What `load` reads of a Hugging Face directory.
-_HUGGING_FACE_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
 # What prompts and answers need; compiling has neither.
 _NOT_COMPILED = (
@@ -78,24 +71,8 @@ _NOT_COMPILED = (
 )  # fmt: skip
 
 
-class _BatchSize(flags.ArgumentParser):
-    syntactic_help = "a number of at least 1, or auto"
-
-    def parse(self, argument: str | int) -> str | int:
-        """A number of rows or "auto".
-
-        Raises:
-          ValueError: for anything else.
-        """
-        if argument == "auto":
-            return "auto"
-        if not str(argument).isdecimal() or int(argument) < 1:
-            raise ValueError("it must be at least 1, or auto")
-        return int(argument)
-
-
 FLAGS = flags.FlagValues()
-flags.DEFINE_string("checkpoint", None, "Run directory or Hugging Face directory.", flag_values=FLAGS)
+decode_flags.define(FLAGS)
 flags.DEFINE_string("prompt", None, "One prompt; its response goes to stdout.", flag_values=FLAGS)
 flags.DEFINE_string("input", None, "JSON-lines file of prompts.", flag_values=FLAGS)
 flags.DEFINE_string("output", None, "JSON-lines file to write, or to continue.", flag_values=FLAGS)
@@ -117,65 +94,11 @@ flags.DEFINE_string(
 flags.DEFINE_string("prompt_field", "prompt", "Field of the input that holds the prompt.", flag_values=FLAGS)
 flags.DEFINE_string("prefix", None, "Text before every prompt; computed once.", flag_values=FLAGS)
 flags.DEFINE_integer("num_samples", 1, "Responses per prompt.", lower_bound=1, flag_values=FLAGS)
-flags.DEFINE(
-    _BatchSize(),
-    "batch_size",
-    32,
-    "Responses decoded at once, or auto: as many as memory holds.",
-    flag_values=FLAGS,
-)
-flags.DEFINE_integer(
-    "data_parallel",
-    1,
-    "Devices that responses are split over, each with the whole model: of this process, or with --compile_for of the "
-    "topology; -1 for the rest.",
-    lower_bound=-1,
-    flag_values=FLAGS,
-)
-flags.DEFINE_integer(
-    "tensor_parallel",
-    1,
-    "Devices that the model is split over, by heads, feed-forward width and vocabulary (mesh.tensor); -1 for the rest.",
-    lower_bound=-1,
-    flag_values=FLAGS,
-)
-flags.DEFINE_integer("seed", 0, "Seed of sampling.", lower_bound=0, upper_bound=SEED_LIMIT - 1, flag_values=FLAGS)
-flags.DEFINE_enum(
-    "slot_score", "first_token", list(SLOT_SCORES), "What tells how sure a drafted slot is.", flag_values=FLAGS
-)
-flags.DEFINE_enum(
-    "dtype", None, list(DTYPES), "Type of parameters and activations; by default the checkpoint's.", flag_values=FLAGS
-)
-flags.DEFINE_enum("quantize", None, list(QUANTIZATIONS), "Type to round the weights to.", flag_values=FLAGS)
-flags.DEFINE_string("kv_dtype", None, "Type of the KV buffer: int8, or '' for that of activations.", flag_values=FLAGS)
 define_processes(FLAGS)
 command_line.define_compile_for(FLAGS)
 command_line.define_config(FLAGS, optional=True)
 flags.DEFINE_integer(
     "compile_prompt_length", 512, "With --compile_for: the longest prompt.", lower_bound=1, flag_values=FLAGS
-)
-
-_DEFINE: dict[Any, Callable[..., Any]] = {
-    str: flags.DEFINE_string,
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-    bool: flags.DEFINE_bool,
-    tuple[int, ...]: flags.DEFINE_list,
-    tuple[str, ...]: flags.DEFINE_multi_string,  # texts may hold commas
-}
-for _field in dataclasses.fields(DecodeConfig):
-    _kind = typing.get_type_hints(DecodeConfig)[_field.name]
-    _text = _field.metadata.get("help", "decode setting") + ", separated by commas" * (_kind == tuple[int, ...])
-    _DEFINE[_kind](_field.name, None, _text, flag_values=FLAGS)
-for _field in dataclasses.fields(Method):
-    _kind, _flag = typing.get_type_hints(Method)[_field.name], "method" if _field.name == "name" else _field.name
-    _choices = f" ({', '.join(CHOICES[_field.name])})" if _field.name in CHOICES else ""
-    _DEFINE[_kind](_flag, None, _field.metadata["help"] + _choices, flag_values=FLAGS)
-flags.DEFINE_string(
-    "allow_objective",
-    None,
-    "The checkpoint's training objective, or unknown: decodes it by a method for another one.",
-    flag_values=FLAGS,
 )
 
 
@@ -222,7 +145,7 @@ def _compile(args: flags.FlagValues) -> int:
     types = {"dtype": args.dtype, "param_dtype": args.dtype, "kv_dtype": args.kv_dtype}
     types = {name: value for name, value in types.items() if value is not None}
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **types))
-    decode = dataclasses.replace(config.decode, **_settings(args))
+    decode = dataclasses.replace(config.decode, **decode_flags.settings(args))
     rules = Rules(slot_score=SLOT_SCORES[args.slot_score])
     shape = DecodeShape(args.batch_size, args.compile_prompt_length, decode, rules, args.quantize or "")
     return compile_decoding(config, shape, args.compile_for, args.data_parallel, args.tensor_parallel)
@@ -265,8 +188,8 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
     types = {"dtype": args.dtype, "quantize": args.quantize, "kv_dtype": args.kv_dtype}
     model = load(args.checkpoint, mesh=mesh, **types)
-    method = _method(args, model)
-    config = dataclasses.replace(own_settings(model, method), **_settings(args))
+    method = decode_flags.method(args, model)
+    config = dataclasses.replace(own_settings(model, method), **decode_flags.settings(args))
     if args.prefix:
         try:
             encode_prompt(model, args.prefix)
@@ -295,51 +218,6 @@ def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
     targets = {f"--{name}": Path(str(args[name].value)) for name in ("output", "trace") if args[name].present}
     identity = _identity(args, config, method)
     return answer_file(reader, Path(args.input), targets, identity, process, stream, args.num_samples, args.ordered)
-
-
-def _method(args: flags.FlagValues, model: Model) -> Method:
-    """The method among the flags, by default that of the checkpoint's training objective.
-
-    Raises:
-      ConfigError: for flags that do not belong together, or a method that the checkpoint was not trained for.
-    """
-    given: dict[str, Any] = {name: args[name].value for name in METHOD_SETTINGS if args[name].value is not None}
-    try:
-        method = Method(methods_of(model.objective)[0] if args.method is None else args.method, **given)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("method.name", "--method").replace("method.", "--")) from None
-    try:
-        method = choose_method(model.objective, method, args.allow_objective, model.block_lengths)
-    except ConfigError as error:
-        text = str(error).replace("method is", "--method is").replace("method.", "--")
-        raise ConfigError(text.replace("allow_objective", "--allow_objective")) from None
-    for flag in (*SLOT_SETTINGS, "slot_score") if method.name != "refusion" else ():
-        if args[flag].present:
-            raise ConfigError(f"--{flag} is for slots, which the method {method.name!r} does not have; leave it out.")
-    return method
-
-
-def _settings(args: flags.FlagValues) -> dict[str, Any]:
-    """The decode settings among the flags.
-
-    Raises:
-      ConfigError: for a list of numbers with something else in it.
-    """
-    settings = {}
-    for name, kind in typing.get_type_hints(DecodeConfig).items():
-        value = args[name].value
-        if value is None:
-            continue
-        if typing.get_origin(kind) is tuple:
-            item = typing.get_args(kind)[0]
-            try:
-                value = tuple(item(text) for text in value if text or item is str)  # an empty list has one empty item
-            except ValueError:
-                raise ConfigError(
-                    f"--{name} is {','.join(value)!r}; give whole numbers, separated by commas."
-                ) from None
-        settings[name] = value
-    return settings
 
 
 def _stream(
@@ -422,10 +300,8 @@ def _answer_line(
 
 def _identity(args: flags.FlagValues, config: DecodeConfig, method: Method) -> dict[str, Any]:
     """All that answers depend on besides the input: not how many are decoded at once, nor by how many processes."""
-    checkpoint = _checkpoint_directory(args.checkpoint)
     return {
-        "checkpoint": str(checkpoint),
-        "checkpoint_content": fingerprint(_checkpoint_files(checkpoint), checkpoint),
+        **checkpoint_identity(args.checkpoint),
         "prompt_field": args.prompt_field,
         "prefix": args.prefix or None,
         "chat": args.chat,
@@ -437,35 +313,9 @@ def _identity(args: flags.FlagValues, config: DecodeConfig, method: Method) -> d
         "dtype": args.dtype,
         "quantize": args.quantize,
         "kv_dtype": args.kv_dtype,
-        **_method_identity(args, method),
+        **decode_flags.method_identity(args, method),
         **to_dict(config),
     }
-
-
-def _method_identity(args: flags.FlagValues, method: Method) -> dict[str, Any]:
-    """None of ReFusion's own method, as in what was begun before there were others."""
-    if method.name == "refusion":
-        return dict.fromkeys(("method", *METHOD_SETTINGS, "allow_objective"))
-    settings = {name: getattr(method, name) for name in METHOD_SETTINGS} | {"ordering": method.scores}
-    return {"method": method.name, **settings, "allow_objective": args.allow_objective}
-
-
-def _checkpoint_directory(name: str) -> Path:
-    """The directory that `load` reads."""
-    return Path(local_directory(name)).resolve()
-
-
-def _checkpoint_files(directory: Path) -> list[Path]:
-    """The files that `load` reads; a run's others change when it goes on."""
-    checkpoints = directory / CHECKPOINTS_NAME
-    if checkpoints.is_dir():
-        steps = [int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()]
-        folders = [checkpoints / str(max(steps)) / "params"] if steps else []
-        found = [path for folder in [*folders, directory / TOKENIZER_NAME] for path in folder.rglob("*")]
-        found.append(directory / CONFIG_NAME)
-    else:
-        found = [path for pattern in _HUGGING_FACE_FILES for path in directory.glob(pattern)]
-    return [path for path in found if path.is_file()]
 
 
 if __name__ == "__main__":

@@ -296,32 +296,6 @@ def test_an_output_of_other_prompts_or_weights_is_refused(fake_run):
     assert (status, "belongs to a run with checkpoint_content " in err) == (2, True)
 
 
-def test_a_run_directory_is_known_by_its_newest_checkpoint(tmp_path):
-    def fingerprint():
-        return decode.fingerprint(decode._checkpoint_files(tmp_path), tmp_path)
-
-    def put(name, text):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    for name in ("config.json", "tokenizer/tokenizer.model", "checkpoints/9/params/d/a", "checkpoints/10/params/d/b"):
-        put(name, name)
-    before = fingerprint()
-    for name in (
-        "metrics.jsonl",
-        "tensorboard/events",
-        "out.jsonl",
-        "checkpoints/9/params/d/a",
-        "checkpoints/10/rest/c",
-    ):
-        put(name, "new")
-    assert fingerprint() == before
-    for name in ("config.json", "tokenizer/tokenizer.model", "checkpoints/10/params/d/b", "checkpoints/11/params/d/b"):
-        put(name, "new")
-        assert fingerprint() != before
-        before = fingerprint()
-
-
 def test_an_output_that_is_no_runs_is_refused(fake_run, stream):
     fake_run.target.write_text("precious\n")
     status, err = fake_run(lines=prompts(2))

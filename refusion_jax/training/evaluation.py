@@ -32,7 +32,8 @@ def held_out_loss(
       eval_ar_loss: mean over clean targets, in nats. eval_mdm_loss: mean over examples, as in training.
       eval_loss: the weighted sum of both.
       eval_mdm_bound: an upper bound on the responses' negative log-likelihood, in nats per token.
-      eval_nats_per_token: the responses' negative log-likelihood or a tighter bound on it, see `make_eval_loss`.
+      eval_nats_per_token: the responses' negative log-likelihood or a tighter bound on it, see `make_eval_loss`. What
+        is masked gives a bound only under the linear masking schedule, and of "hybrid" with shuffled clean slots.
       An objective without next-token loss has no eval_ar_loss, "autoregressive" neither eval_mdm_loss nor its bound.
     """
     rows = config.train.batch_size
