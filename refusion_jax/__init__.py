@@ -7,6 +7,7 @@ from refusion_jax.data import DataError
 from refusion_jax.decoding import Answer, Generation, Hole, Rules, SlotScore, Statistics, Verification
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.huggingface import CheckpointError
+from refusion_jax.likelihood import LogLikelihood, log_likelihood
 from refusion_jax.methods import Method
 from refusion_jax.sharding import make_mesh
 
@@ -20,6 +21,7 @@ __all__ = [
     "DecodeConfig",
     "Generation",
     "Hole",
+    "LogLikelihood",
     "MeshConfig",
     "Method",
     "Model",
@@ -34,6 +36,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "load",
+    "log_likelihood",
     "logits",
     "make_mesh",
     "prepare",

@@ -1,4 +1,4 @@
-"""What each training objective shows the model and asks of it: `make_view`.
+"""What each training objective shows the model and asks of it: `make_view`, or `build_view` of given draws.
 
 | objective         | shows                             | visibility             | asks for                        |
 | ----------------- | --------------------------------- | ---------------------- | ------------------------------- |
@@ -43,15 +43,28 @@ def make_view(objective: str, seed: jax.Array, batch: Batch, config: SlotsConfig
     Returns:
       arrays of (rows, length); of `block_diffusion` (rows, 2 * length).
     """
-    return _VIEWS[objective](seed, batch, config, mask_token_id)
+    return build_view(objective, batch, _DRAWS[objective](seed, batch, config), mask_token_id)
 
 
-def _hybrid(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: int) -> TrainingView:
-    return training_view(batch, draw(seed, batch, config), mask_token_id)
+def build_view(objective: str, batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
+    """Builds what an objective shows of a batch under given draws.
+
+    Args:
+      objective: one of `config.OBJECTIVES`.
+      batch: the examples, (rows, length).
+      draws: of slots for "hybrid", of single tokens for "llada" and "dream"; of single tokens for "block_diffusion"
+        too, but with the blocks' lengths as `slot_sizes`, and `mask_probabilities` (rows, length) of each token's
+        block. "autoregressive" has no use for any.
+      mask_token_id: what masked tokens are replaced by.
+
+    Returns:
+      arrays of (rows, length); of `block_diffusion` (rows, 2 * length).
+    """
+    return _BUILDERS[objective](batch, draws, mask_token_id)
 
 
-def _autoregressive(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: int) -> TrainingView:
-    del seed, config, mask_token_id  # nothing is random, nothing is masked
+def autoregressive_view(batch: Batch) -> TrainingView:
+    """The view of "autoregressive", in which nothing is random and nothing masked; arrays of (rows, length)."""
     in_response = places(batch, jnp.ones_like(batch.prompt_lengths)).in_response
     is_target = _at_place_before(batch, in_response, False)
     nothing = jnp.zeros_like(in_response)
@@ -66,8 +79,12 @@ def _autoregressive(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_tok
     )
 
 
-def _llada(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: int) -> TrainingView:
-    draws = draw(seed, batch, _single_tokens(config))
+def _undrawn(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
+    del draws, mask_token_id
+    return autoregressive_view(batch)
+
+
+def _llada(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
     at = places(batch, draws.slot_sizes)
     p = of_segment(draws.mask_probabilities, batch.segment_ids)
     is_masked = at.in_response & (draws.mask_uniforms < p)
@@ -82,8 +99,8 @@ def _llada(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: in
     )
 
 
-def _dream(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: int) -> TrainingView:
-    view = _llada(seed, batch, config, mask_token_id)
+def _dream(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
+    view = _llada(batch, draws, mask_token_id)
     return view.replace(
         targets=_at_place_before(batch, view.targets, NO_TARGET),
         is_masked=_at_place_before(batch, view.is_masked, False),
@@ -92,8 +109,7 @@ def _dream(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: in
     )
 
 
-def _block_diffusion(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_token_id: int) -> TrainingView:
-    draws = _block_draws(seed, batch, config)
+def _block_diffusion(batch: Batch, draws: Draws, mask_token_id: int) -> TrainingView:
     at = places(batch, draws.slot_sizes)
     is_masked = at.in_response & (draws.mask_uniforms < draws.mask_probabilities)
     # A clean block sees what is before it and itself; its noisy copy what is before it, and itself by its group.
@@ -119,8 +135,8 @@ def _block_diffusion(seed: jax.Array, batch: Batch, config: SlotsConfig, mask_to
     )
 
 
-_VIEWS: dict[str, Callable[[jax.Array, Batch, SlotsConfig, int], TrainingView]] = dict(
-    zip(OBJECTIVES, (_hybrid, _autoregressive, _llada, _dream, _block_diffusion), strict=True)
+_BUILDERS: dict[str, Callable[[Batch, Draws, int], TrainingView]] = dict(
+    zip(OBJECTIVES, (training_view, _undrawn, _llada, _dream, _block_diffusion), strict=True)
 )
 
 
@@ -142,17 +158,23 @@ def num_response_tokens(batch: Batch, eos_token_ids: tuple[int, ...]) -> jax.Arr
     return jnp.sum(in_response & ~is_padding)
 
 
-def _single_tokens(config: SlotsConfig) -> SlotsConfig:
-    return dataclasses.replace(config, sizes=(1,), size_weights=())
+def _token_draws(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
+    return draw(seed, batch, dataclasses.replace(config, sizes=(1,), size_weights=()))
 
 
 def _block_draws(seed: jax.Array, batch: Batch, config: SlotsConfig) -> Draws:
     """Block sizes per example, masking probabilities (rows, length) per block, and uniforms per token."""
     by_block = draw(seed, batch, dataclasses.replace(config, clean_order="shuffled"))
-    by_token = draw(seed, batch, _single_tokens(config))
+    by_token = _token_draws(seed, batch, config)
     # Nothing is ordered here, so the uniforms that slots are ordered by serve as the blocks' `t`.
     p = (1 - config.epsilon) * MASKING[config.masking_schedule](by_block.order_keys) + config.epsilon
     return by_token.replace(slot_sizes=by_block.slot_sizes, mask_probabilities=p)
+
+
+# What "autoregressive" draws nobody reads, so that the compiler leaves it out.
+_DRAWS: dict[str, Callable[[jax.Array, Batch, SlotsConfig], Draws]] = dict(
+    zip(OBJECTIVES, (draw, draw, _token_draws, _token_draws, _block_draws), strict=True)
+)
 
 
 def _mdm_weights(batch: Batch, is_masked: jax.Array, p: jax.Array) -> jax.Array:
