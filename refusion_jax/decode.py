@@ -43,11 +43,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 from absl import flags
 
 from refusion_jax import accelerators, answers, command_line, decode_flags
-from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, load, own_settings, prepare
+from refusion_jax.api import Model, StreamRequest, encode_prompt, generate_stream, own_settings, prepare
 from refusion_jax.checkpoint_identity import checkpoint_identity
 from refusion_jax.compilation.commands import compile_decoding
 from refusion_jax.compilation.programs import DecodeShape, described_config
@@ -62,7 +61,6 @@ from refusion_jax.methods import METHOD_SETTINGS, Method
 from refusion_jax.processes import PROCESS_FLAGS, Interrupted, Process, Signals, define_processes, join_processes
 from refusion_jax.prompt_files import MAX_LINE_BYTES, Chat, Reader
 from refusion_jax.prompts import Prepared
-from refusion_jax.sharding import decoding_mesh
 
 # What prompts and answers need; compiling has neither.
 _NOT_COMPILED = (
@@ -185,9 +183,7 @@ def _check_chat_flags(args: flags.FlagValues) -> None:
 
 
 def _decode(args: flags.FlagValues, process: Process, signals: Signals) -> int:
-    mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
-    types = {"dtype": args.dtype, "quantize": args.quantize, "kv_dtype": args.kv_dtype}
-    model = load(args.checkpoint, mesh=mesh, **types)
+    model = decode_flags.load(args)
     method = decode_flags.method(args, model)
     config = dataclasses.replace(own_settings(model, method), **decode_flags.settings(args))
     if args.prefix:

@@ -5,14 +5,17 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from absl import flags
 
+from refusion_jax import api
 from refusion_jax.api import Model
 from refusion_jax.config import DTYPES, ConfigError, DecodeConfig
 from refusion_jax.decoding.rules import SLOT_SCORES
 from refusion_jax.methods import CHOICES, METHOD_SETTINGS, SLOT_SETTINGS, Method, choose_method, methods_of
 from refusion_jax.modeling.quantization import QUANTIZATIONS
 from refusion_jax.prompt_files import SEED_LIMIT
+from refusion_jax.sharding import decoding_mesh
 
 _DEFINE: dict[Any, Callable[..., Any]] = {
     str: flags.DEFINE_string,
@@ -105,6 +108,17 @@ def _define_devices(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "kv_dtype", None, "Type of the KV buffer: int8, or '' for that of activations.", flag_values=flag_values
     )
+
+
+def load(args: flags.FlagValues) -> Model:
+    """The checkpoint, on the devices and in the types that the flags name.
+
+    Raises:
+      CheckpointError, ConfigError: as of `api.load`, or when there are not so many devices.
+    """
+    mesh = decoding_mesh(args.data_parallel, args.tensor_parallel, jax.local_devices())
+    types = {"dtype": args.dtype, "quantize": args.quantize, "kv_dtype": args.kv_dtype}
+    return api.load(args.checkpoint, mesh=mesh, **types)
 
 
 def method(args: flags.FlagValues, model: Model) -> Method:

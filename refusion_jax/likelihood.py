@@ -182,13 +182,13 @@ def _check_settings(num_draws: Any, seed: Any, on_progress: Any) -> None:
         raise ConfigError(f"on_progress is {brief(on_progress)}; give a function.")
 
 
-def _read(model: Model, estimate: Any, slot_size: Any) -> _Reading:
-    """The estimate and sizes in use.
+def choose_estimate(model: Model, estimate: str | None = None) -> str:
+    """The estimate that `log_likelihood` computes for a model: `estimate`, by default the exact one where there is one.
 
     Raises:
-      ConfigError: for those that the model's objective does not have.
+      ConfigError: for one that the model's objective does not have.
     """
-    objective = model.objective or OBJECTIVE_OF[methods_of("")[0]]
+    objective = _objective(model)
     if estimate not in (None, *ESTIMATES):
         raise ConfigError(
             f"estimate is {brief(estimate)}; it must be {' or '.join(map(repr, ESTIMATES))}, or left out."
@@ -203,7 +203,15 @@ def _read(model: Model, estimate: Any, slot_size: Any) -> _Reading:
             "estimate is 'bound', but the objective 'autoregressive' masks nothing, and its likelihood is exact; use "
             "'left_to_right'."
         )
-    chosen = estimate or (LEFT_TO_RIGHT if objective in _EXACT else BOUND)
+    return estimate or (LEFT_TO_RIGHT if objective in _EXACT else BOUND)
+
+
+def _objective(model: Model) -> str:
+    return model.objective or OBJECTIVE_OF[methods_of("")[0]]
+
+
+def _read(model: Model, estimate: Any, slot_size: Any) -> _Reading:
+    chosen, objective = choose_estimate(model, estimate), _objective(model)
     size = _size(model, objective, slot_size)
     return _Reading(objective, chosen, min(size, model.config.context_length))  # a longer one has the same effect
 

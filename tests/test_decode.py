@@ -223,7 +223,7 @@ def test_token_prompts_with_and_without_tokenizer(run_file, tiny_run, expected, 
     _, objects, _ = run_file(lines)
     assert [found["response"] for found in objects] == list(expected.values())
 
-    monkeypatch.setattr(decode, "load", lambda path, **_: dataclasses.replace(model, tokenizer=None))
+    monkeypatch.setattr(api, "load", lambda path, **_: dataclasses.replace(model, tokenizer=None))
     status, objects, _ = run_file([*lines, '{"prompt": "S:1?"}'])
     assert status == 1
     assert [model.tokenizer.decode(found["response"]) for found in objects[:4]] == list(expected.values())
@@ -239,7 +239,7 @@ def test_more_devices_than_there_are_end_with_one_line_and_status_2(run, flag):
 
 
 def test_a_text_prompt_for_a_model_without_tokenizer(run, tiny_run, monkeypatch):
-    monkeypatch.setattr(decode, "load", lambda path, **_: dataclasses.replace(api.load(tiny_run), tokenizer=None))
+    monkeypatch.setattr(api, "load", lambda path, **_: dataclasses.replace(api.load(tiny_run), tokenizer=None))
     status, out, err = run("--prompt=S:1?")
     assert (status, out) == (2, "")
     assert err == "error: The model has no tokenizer; give prompts as lists of token IDs.\n"
@@ -325,7 +325,7 @@ def test_an_input_that_cannot_be_read(run, tmp_path):
 
 @pytest.mark.parametrize("output", ["nowhere/out.jsonl", "directory"])
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "load", lambda path, **_: pytest.fail("loaded"))
+    monkeypatch.setattr(api, "load", lambda path, **_: pytest.fail("loaded"))
     (tmp_path / "directory").mkdir()
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "S:1?"}\n')

@@ -44,7 +44,7 @@ class Stdin:
 @pytest.fixture
 def run(chat_model, tmp_path, monkeypatch, capfdbinary):
     """Runs the command: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(decode, "load", lambda path, **_: chat_model)
+    monkeypatch.setattr(rf.api, "load", lambda path, **_: chat_model)
     (tmp_path / "config.json").write_text("{}")
 
     def run(*arguments, stdin=b""):
@@ -137,7 +137,7 @@ def test_flags_that_do_not_fit(arguments, sentence, run):
 @pytest.mark.parametrize("arguments", [["--prompt=x"], [], ["--input=x", "--output=y"]])
 def test_a_model_without_tokenizer(arguments, run, chat_model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(decode, "load", lambda path, **_: dataclasses.replace(chat_model, tokenizer=None))
+    monkeypatch.setattr(rf.api, "load", lambda path, **_: dataclasses.replace(chat_model, tokenizer=None))
     status, out, err = run("--chat", *arguments)
     assert (status, out) == (2, "")
     assert err == (
@@ -357,7 +357,7 @@ def test_standard_output_that_cannot_be_written(monkeypatch):
 
 def test_standard_input_that_is_closed(chat_model, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    monkeypatch.setattr(decode, "load", lambda path, **_: chat_model)
+    monkeypatch.setattr(rf.api, "load", lambda path, **_: chat_model)
     with pytest.raises(rf.ConfigError, match="Standard input is closed; give lines there, or --prompt or --input"):
         decode.main(command_line.parse(["--checkpoint=x", "--chat"], decode.FLAGS))
 

@@ -24,7 +24,7 @@ def run(chat_model, capsys, monkeypatch, tmp_path_factory):
 
     def run(*arguments, objective="llada"):
         model = dataclasses.replace(chat_model, objective=objective)
-        monkeypatch.setattr(decode, "load", lambda *arguments, **keywords: model)
+        monkeypatch.setattr(rf.api, "load", lambda *arguments, **keywords: model)
         status, given = 0, [f"--checkpoint={checkpoint}", *map(str, arguments)]
         try:
             command_line.run(decode.main, decode.FLAGS, ("checkpoint",), given)

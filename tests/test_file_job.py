@@ -83,7 +83,7 @@ def stream(monkeypatch):
     model = api.Model(
         ModelConfig(vocab_size=128, max_position_embeddings=200), None, None, Tokenizer(), DecodeConfig(gen_length=16)
     )
-    monkeypatch.setattr(decode, "load", lambda path, **_: model)
+    monkeypatch.setattr(api, "load", lambda path, **_: model)
     stream = FakeStream()
     monkeypatch.setattr(decode, "generate_stream", stream)
     return stream
@@ -425,8 +425,8 @@ def test_several_samples(fake_run):
 
 
 def test_without_a_tokenizer_answers_are_tokens(fake_run, monkeypatch):
-    model = dataclasses.replace(decode.load(""), tokenizer=None)
-    monkeypatch.setattr(decode, "load", lambda path, **_: model)
+    model = dataclasses.replace(api.load(""), tokenizer=None)
+    monkeypatch.setattr(api, "load", lambda path, **_: model)
     lines = [{"prompt": [65]}, {"segments": [[66], {"hole": 4}]}, {"segments": ["B", {"hole": 4}]}]
     assert fake_run(lines=lines)[0] == 1
     plain, template, text = read(fake_run.target)

@@ -1,1 +1,1 @@
-"""Scoring what models wrote: running generated programs in isolation, and the metrics that do."""
+"""Evaluation through EleutherAI's lm-evaluation-harness, and what it needs: settings, speed, safely run code."""

@@ -9,12 +9,9 @@ prompt. Prints pass@1, and pass@10 and pass@100 where every problem has as many 
 """
 
 import dataclasses
-import gzip
 import json
-import math
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from absl import flags
 from refusion_jax import command_line
 from refusion_jax.config import ConfigError, nearest
 from refusion_jax.evaluation.code_metric import code_eval
+from refusion_jax.evaluation.data_files import find_file, read_objects
 from refusion_jax.evaluation.sandbox import Limits, check_sandbox
 from refusion_jax.files import replace_file, writing_out
 
@@ -37,7 +35,7 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_float("timeout", Limits.wall_seconds, "Seconds that a program may take.", flag_values=FLAGS)
 
-_NAMES = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
+FILE_NAMES = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +63,10 @@ def main(args: flags.FlagValues) -> None:
             "--allow_code_execution is missing: the completions are programs that nobody has read, and scoring runs "
             "them, isolated by the kernel; give it to consent."
         )
-    limits = Limits(wall_seconds=args.timeout, cpu_seconds=max(1, math.ceil(args.timeout)))
+    limits = Limits.lasting(args.timeout)
     samples_path = Path(args.samples)
     output = Path(args.output) if args.output is not None else samples_path.with_suffix(".results.jsonl")
-    data = find_data(Path(args.data))
+    data = find_file(Path(args.data), "humaneval", FILE_NAMES)
     _check_output(output, {"--samples": samples_path, "--data": data})
     problems = read_problems(data)
     samples = read_samples(samples_path, problems)
@@ -92,22 +90,6 @@ def main(args: flags.FlagValues) -> None:
             print(f"{name}: {value:.3f}")
 
 
-def find_data(directory: Path) -> Path:
-    """Returns the file of problems.
-
-    Raises:
-      ConfigError: when there is none.
-    """
-    for folder in (directory, directory / "humaneval"):
-        for name in _NAMES:
-            if (folder / name).is_file():
-                return folder / name
-    raise ConfigError(
-        f"No {' or '.join(_NAMES)} in {directory}; put the file of github.com/openai/human-eval there, or name its "
-        "directory with --data."
-    )
-
-
 def read_problems(path: Path) -> dict[str, Problem]:
     """Reads the problems, in their order, by their IDs.
 
@@ -115,7 +97,9 @@ def read_problems(path: Path) -> dict[str, Problem]:
       ConfigError: when the file cannot be read or holds something else.
     """
     names = [field.name for field in dataclasses.fields(Problem)]
-    problems = {line["task_id"]: Problem(**{name: line[name] for name in names}) for _, line in _read(path, names)}
+    problems = {
+        line["task_id"]: Problem(**{name: line[name] for name in names}) for _, line in read_objects(path, names)
+    }
     if not problems:
         raise ConfigError(f"{path} is empty; put the file of github.com/openai/human-eval there.")
     return problems
@@ -128,7 +112,7 @@ def read_samples(path: Path, problems: Mapping[str, Problem]) -> list[Sample]:
       ConfigError: when the file cannot be read or holds something else, or a problem that is not among them.
     """
     samples = []
-    for number, line in _read(path, ("task_id", "completion")):
+    for number, line in read_objects(path, ("task_id", "completion")):
         name = line["task_id"]
         if name not in problems:
             raise ConfigError(f"Line {number} of {path} has the unknown task_id {name!r}.{nearest(name, problems)}")
@@ -175,26 +159,6 @@ def _check_output(output: Path, inputs: Mapping[str, Path]) -> None:
             raise ConfigError(f"The results would replace {path}, which {flag} reads; name another file with --output.")
     if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"The results cannot be written to {output}; name a file in a writable directory, --output.")
-
-
-def _read(path: Path, names: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The numbers, from 1, and objects of the lines that are not empty; each has a string under every name."""
-    form = "{" + ", ".join(f'"{name}": "..."' for name in names) + "}"
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    line = None
-                if not isinstance(line, dict) or not all(isinstance(line.get(name), str) for name in names):
-                    raise ConfigError(f"Line {number} of {path} is no JSON object {form} with strings.")
-                yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read ({reason}); give a readable file of JSON lines.") from error
 
 
 def _write(path: Path, results: Sequence[Mapping[str, Any]]) -> None:

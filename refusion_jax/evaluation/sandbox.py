@@ -18,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import marshal
+import math
 import os
 import subprocess
 import sys
@@ -73,6 +74,11 @@ class Limits:
         for field in dataclasses.fields(self):
             value, most = getattr(self, field.name), 1_000_000 if "bytes" not in field.name else 1 << 50
             require(value <= most, f"limits.{field.name} is {value!r}; it must be at most {most}.")
+
+    @classmethod
+    def lasting(cls, seconds: float) -> "Limits":
+        """The defaults, for programs that may run so long."""
+        return cls(wall_seconds=seconds, cpu_seconds=max(1, math.ceil(seconds)))
 
 
 DEFAULT_LIMITS = Limits()

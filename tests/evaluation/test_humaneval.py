@@ -9,6 +9,7 @@ import pytest
 
 from refusion_jax import command_line
 from refusion_jax.evaluation import code_metric, humaneval, sandbox
+from refusion_jax.evaluation.data_files import find_file
 from refusion_jax.evaluation.sandbox import Outcome
 
 HUMANEVAL = pathlib.Path(__file__).parents[2] / "../shared/data/humaneval"
@@ -124,7 +125,7 @@ def test_where_the_problems_may_be(tmp_path, place):
     path.parent.mkdir(exist_ok=True)
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
         file.writelines(json.dumps(problem) + "\n" for problem in PROBLEMS)
-    found = humaneval.find_data(tmp_path)
+    found = find_file(tmp_path, "humaneval", humaneval.FILE_NAMES)
     assert found == path
     assert list(humaneval.read_problems(found)) == ["T/0", "T/1", "T/2"]
 
@@ -159,7 +160,12 @@ def test_other_refusals(data, ran, capsys):
     with pytest.raises(SystemExit):
         call(f"--data={data}", f"--samples={samples}")
     assert "--allow_code_execution is missing" in capsys.readouterr().err
-    refused(capsys, "No HumanEval.jsonl.gz or HumanEval.jsonl in .*nowhere; put", data / "nowhere", samples)
+    refused(
+        capsys,
+        "No HumanEval.jsonl.gz or HumanEval.jsonl in .*nowhere or .*nowhere/humaneval; put",
+        data / "nowhere",
+        samples,
+    )
     refused(capsys, "missing.jsonl cannot be read .No such file", data, data / "missing.jsonl")
     refused(capsys, "would replace .*samples.jsonl, which --samples reads", data, samples, f"--output={samples}")
     refused(capsys, "--data reads", data, samples, f"--output={data / 'HumanEval.jsonl'}")

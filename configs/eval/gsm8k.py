@@ -1,0 +1,12 @@
+"""GSM8K with the slots, blocks and thresholds of the paper's evaluation."""
+
+from refusion_jax.config import DecodeConfig
+from refusion_jax.evaluation.settings import EvalConfig
+
+
+def get_config() -> EvalConfig:
+    """Returns the settings of the benchmark."""
+    return EvalConfig(
+        tasks=("gsm8k*",),
+        decode=DecodeConfig(gen_length=512, slot_size=32, serial_num_blocks=4, slot_threshold=0.9, token_threshold=0.4),
+    )
