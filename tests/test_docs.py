@@ -23,3 +23,11 @@ def test_rules_page(tiny_run):
     for block in blocks:
         exec(compile(block, "docs/rules.md", "exec"), names)
     assert {"least", "nearly_best", "repair_when_sure"} <= set(names)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_evaluation_page(chat_model):
+    (block,) = code_blocks("evaluation.md")
+    names = {"rf": rf, "model": chat_model, "prompts": ["Hi", "Hi"], "responses": [" you", " there"]}
+    exec(compile(block, "docs/evaluation.md", "exec"), names)
+    assert len(names["out"].values) == 2

@@ -16,20 +16,20 @@ from refusion_jax.evaluation.sandbox import Limits, check_sandbox
 METRIC = "code_eval"
 
 
-def code_not_allowed(task: str = "") -> ConfigError:
-    """What is raised for a task that runs code without being allowed to."""
+def code_not_allowed(task: str = "", flag: str = "--allow_code_execution") -> ConfigError:
+    """What is raised for a task that runs code without being allowed to; `flag` allows it."""
+    name = f"The task {task}" if task else "The task"
     return ConfigError(
-        f"The task {task} runs generated code, which is done on request alone; ".replace("  ", " ")
-        + "give --allow_code_execution to run it in a sandbox."
+        f"{name} runs generated code, which is done on request alone; give {flag} to run it in a sandbox."
     )
 
 
 class _CodeEval:
     """The metric, as `evaluate.load` returns one."""
 
-    def __init__(self, is_allowed: bool, limits: Limits):
+    def __init__(self, is_allowed: bool, limits: Limits, flag: str):
         if not is_allowed:
-            raise code_not_allowed()
+            raise code_not_allowed(flag=flag)
         check_sandbox()
         self._limits = limits
 
@@ -41,18 +41,19 @@ class _CodeEval:
 
 
 @contextlib.contextmanager
-def code_execution(is_allowed: bool, limits: Limits) -> Iterator[None]:
+def code_execution(is_allowed: bool, limits: Limits, flag: str = "--allow_code_execution") -> Iterator[None]:
     """Within it, tasks that are loaded run code in the sandbox.
 
     Args:
       is_allowed: whether they may run code; else loading one raises ConfigError.
       limits: of each program.
+      flag: what messages call the leave.
     """
     library: Any = import_evaluate()
     original = library.load
 
     def load(path: str, *arguments: Any, **options: Any) -> Any:
-        return _CodeEval(is_allowed, limits) if path == METRIC else original(path, *arguments, **options)
+        return _CodeEval(is_allowed, limits, flag) if path == METRIC else original(path, *arguments, **options)
 
     library.load = load
     try:

@@ -4,10 +4,14 @@
     python -m refusion_jax.evaluation.lm_eval --model refusion_jax ...
 
 The harness has no way to find models of other packages. So this package installs a command `lm_eval` of its own, which
-makes the model known and then is the harness's; its other name, `lm-eval`, stays as it was.
+makes the model known and then is the harness's; its other name, `lm-eval`, stays as it was. What this model writes is run
+in the sandbox, where the harness's --confirm_run_unsafe_code allows it.
 """
 
+import contextlib
 import sys
+
+NAME = "refusion_jax"
 
 
 def main() -> None:
@@ -18,12 +22,16 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"error: {error.name} is not installed; pip install 'refusion_jax[eval]' brings it.")
 
-    from refusion_jax.evaluation.metrics_library import import_evaluate
+    from refusion_jax.evaluation.code_tasks import code_execution
+    from refusion_jax.evaluation.sandbox import DEFAULT_LIMITS
 
-    import_evaluate()  # in a checkout, python -m finds the script of that name first
     # By name: importing it takes seconds, and --help needs none of it.
-    model_registry.register("refusion_jax", target="refusion_jax.evaluation.harness:RefusionLM")
-    cli_evaluate()
+    model_registry.register(NAME, target="refusion_jax.evaluation.harness:RefusionLM")
+    with contextlib.ExitStack() as stack:
+        if any(argument.removeprefix("--model=") == NAME for argument in sys.argv):
+            is_allowed = "--confirm_run_unsafe_code" in sys.argv
+            stack.enter_context(code_execution(is_allowed, DEFAULT_LIMITS, "--confirm_run_unsafe_code"))
+        cli_evaluate()
 
 
 if __name__ == "__main__":

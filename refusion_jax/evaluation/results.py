@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ _NO_SCORES = ("alias", "name", "sample_len", "sample_count")
 
 def main_score(metrics: Mapping[str, Any]) -> tuple[str, float]:
     """Name and value of the first score that the harness reports for a task; ("", nan) when there is none."""
-    return next(((name, value) for name, value, _ in _scores(metrics)), ("", float("nan")))
+    for name, value in metrics.items():
+        if name not in _NO_SCORES and "_stderr" not in name and isinstance(value, int | float):
+            return name, float(value)
+    return "", float("nan")
 
 
 def write_results(directory: Path, results: Mapping[str, Any], samples: Mapping[str, Sequence[Any]] | None) -> None:
@@ -38,26 +41,15 @@ def write_results(directory: Path, results: Mapping[str, Any], samples: Mapping[
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Prints the scores of tasks and groups, and a line for each task on what its answers cost."""
-    print(f"\n{'task':<32} {'n-shot':>6}  {'metric':<34} {'value':>8}   stderr")
-    for kind in ("results", "groups"):
-        for task, metrics in results.get(kind, {}).items():
-            shots = results.get("n-shot", {}).get(task, "")
-            for name, value, error in _scores(metrics):
-                print(f"{task:<32} {shots:>6}  {name:<34} {value:>8.4f}   {error}")
-    print()
+    """Prints the harness's table of scores, and a line for each task on what its answers cost."""
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
     for task, speed in results["config"]["refusion_jax"]["speed"].items():
         print(f"{task}: {_generated(speed) if 'responses' in speed else _scored(speed)}")
         _warn(task, speed)
-
-
-def _scores(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float, str]]:
-    """(name, value, standard error) of each score; names are "metric,filter"."""
-    for name, value in metrics.items():
-        if name not in _NO_SCORES and "_stderr" not in name and isinstance(value, int | float):
-            metric, _, rest = name.partition(",")
-            error = metrics.get(f"{metric}_stderr,{rest}")
-            yield name, float(value), f"{error:.4f}" if isinstance(error, int | float) else "n/a"
 
 
 def _generated(speed: Mapping[str, Any]) -> str:
