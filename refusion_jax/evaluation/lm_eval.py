@@ -4,8 +4,8 @@
     python -m refusion_jax.evaluation.lm_eval --model refusion_jax ...
 
 The harness has no way to find models of other packages. So this package installs a command `lm_eval` of its own, which
-makes the model known and then is the harness's; its other name, `lm-eval`, stays as it was. What this model writes is run
-in the sandbox, where the harness's --confirm_run_unsafe_code allows it.
+makes the model known and then is the harness's; its other name, `lm-eval`, stays as it was. What this model writes is
+run in the sandbox, where the harness's --confirm_run_unsafe_code allows it.
 """
 
 import contextlib
