@@ -26,7 +26,8 @@ def main() -> None:
     from refusion_jax.evaluation.sandbox import DEFAULT_LIMITS
 
     # By name: importing it takes seconds, and --help needs none of it.
-    model_registry.register(NAME, target="refusion_jax.evaluation.harness:RefusionLM")
+    if NAME not in model_registry:
+        model_registry.register(NAME, target="refusion_jax.evaluation.harness:RefusionLM")
     with contextlib.ExitStack() as stack:
         if any(argument.removeprefix("--model=") == NAME for argument in sys.argv):
             is_allowed = "--confirm_run_unsafe_code" in sys.argv
