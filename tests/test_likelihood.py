@@ -89,6 +89,7 @@ def test_the_slot_size_is_the_models_by_default():
     assert own != rf.log_likelihood(model, [PROMPT], [RESPONSE], slot_size=3)
 
 
+@pytest.mark.slow
 def test_recorded_checkpoint():
     model = rf.load(REFERENCE / "checkpoint")
     cases = json.loads((REFERENCE / "cases" / "decode.json").read_text())[:3]
@@ -196,7 +197,12 @@ def exact_bound(model, prompt, response, size):
 
 @pytest.mark.parametrize(
     ("objective", "size"),
-    [("hybrid", 2), pytest.param("llada", 1, marks=pytest.mark.slow), ("dream", 1), ("block_diffusion", 3)],
+    [
+        ("hybrid", 2),
+        pytest.param("llada", 1, marks=pytest.mark.slow),
+        pytest.param("dream", 1, marks=pytest.mark.slow),
+        ("block_diffusion", 3),
+    ],
 )
 def test_bound_is_the_expectation_over_all_draws(objective, size):
     model, short = model_of(objective), RESPONSE[:1]
@@ -272,7 +278,7 @@ def check_greedy(model, prompt, response, **options):
     assert out.is_greedy == [True] + [False] * len(response)
 
 
-@pytest.mark.parametrize("estimate", ["left_to_right", "bound"])
+@pytest.mark.parametrize("estimate", ["left_to_right", pytest.param("bound", marks=pytest.mark.slow)])
 def test_slots_decoded_from_left_to_right_are_greedy(estimate):
     model = model_of()
     config = rf.DecodeConfig(gen_length=6, slot_size=2, serial_num_blocks=3, token_threshold=1.0)
@@ -286,7 +292,8 @@ def test_decoded_tokens_are_greedy():
     check_greedy(model, PROMPT, rf.generate(model, [PROMPT], rf.DecodeConfig(gen_length=6)).tokens[0])
 
 
-@pytest.mark.parametrize("objective", [pytest.param("llada", marks=pytest.mark.slow), "dream", "block_diffusion"])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["llada", "dream", "block_diffusion"])
 def test_what_is_proposed_for_a_masked_response_is_greedy(objective):
     """In one step; of blocks in one each."""
     blocks = {"block_length": 2, "steps": 2} if objective == "block_diffusion" else {"steps": 1}

@@ -149,6 +149,7 @@ def _zeros(leaf):
     return {name: _zeros(each) for name, each in leaf.items()} if isinstance(leaf, dict) else leaf * 0
 
 
+@pytest.mark.slow
 def test_batches_do_not_change_scores(chat_model):
     found = []
     for batch_size in (1, 3, 32):
