@@ -102,6 +102,7 @@ def test_load_in_int8(source, tiny_run, model):
     np.testing.assert_allclose(got, exact, atol=0.03 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 def test_generate_in_int8(tiny_run, answers):
     loaded = rf.load(tiny_run, quantize="int8", kv_dtype="int8")
     prefix = PROMPTS[0][:2]

@@ -390,7 +390,7 @@ def test_every_package_is_in_the_wheel():
     setup.read(ROOT / "setup.cfg")
     listed = set(setup["options"]["packages"].split())
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("refusion_jax/**/__init__.py")}
-    assert listed == found | {"refusion_jax.configs"}
+    assert listed == found | {"refusion_jax.configs", "refusion_jax.configs.eval"}
 
 
 def test_an_interrupt_is_no_traceback(capsys):

@@ -239,7 +239,8 @@ def test_more_devices_than_there_are_end_with_one_line_and_status_2(run, flag):
 
 
 def test_a_text_prompt_for_a_model_without_tokenizer(run, tiny_run, monkeypatch):
-    monkeypatch.setattr(api, "load", lambda path, **_: dataclasses.replace(api.load(tiny_run), tokenizer=None))
+    model = dataclasses.replace(api.load(tiny_run), tokenizer=None)
+    monkeypatch.setattr(api, "load", lambda path, **_: model)
     status, out, err = run("--prompt=S:1?")
     assert (status, out) == (2, "")
     assert err == "error: The model has no tokenizer; give prompts as lists of token IDs.\n"

@@ -94,6 +94,7 @@ def test_whole_evaluations_say_how_they_decoded_and_what_it_cost(plain):
     assert set(found["speed"]["made_up"]) >= {"tokens_per_second", "latency_seconds", "mean_response_length"}
 
 
+@pytest.mark.slow
 def test_a_tasks_settings_are_the_papers_unless_they_are_overridden(chat_model):
     lm = RefusionLM(chat_model, gen_length=16, slot_size=8, serial_num_blocks=2, token_threshold=1)
     lm.generate_until(generation(PROMPTS[:1], "gsm8k"))
@@ -115,6 +116,7 @@ def test_likelihoods_are_those_of_log_likelihood(chat_model, plain):
     assert [greedy for _, greedy in found] == expected.is_greedy
 
 
+@pytest.mark.slow
 def test_a_bound_by_name(chat_model):
     lm = RefusionLM(chat_model, estimate="bound", num_draws=4, slot_size=2)
     ((value, _),) = lm.loglikelihood(scoring([("Hi", " there")]))
@@ -160,6 +162,7 @@ def test_batches_do_not_change_scores(chat_model):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_long_prompts_lose_their_beginning_and_are_counted(chat_model, plain):
     long = "abc" * 200
     room = chat_model.config.context_length - chat_model.decode.gen_length
@@ -187,6 +190,7 @@ def test_the_harnesss_cache_keeps_answers(chat_model, tmp_path, monkeypatch):
     assert again["results"] == first["results"]
 
 
+@pytest.mark.slow
 def test_repeats_of_a_prompt_are_sampled_anew(chat_model):
     lm = RefusionLM(chat_model, 4)
     texts = lm.generate_until(generation(["Hi"] * 3, do_sample=True, temperature=2.0))
@@ -226,6 +230,7 @@ def test_an_interrupted_evaluation_goes_on(chat_model, tmp_path):
     assert lm.get_model_info()["refusion_jax"]["speed"]["made_up"]["responses"] == 5
 
 
+@pytest.mark.slow
 def test_an_interrupted_scoring_goes_on(chat_model, tmp_path, monkeypatch):
     monkeypatch.setattr("refusion_jax.evaluation.runner._SCORED_AT_ONCE", 2)
     pairs = [(prompt, " answer") for prompt in PROMPTS]
@@ -327,6 +332,7 @@ def test_a_model_without_tokenizer_is_refused(chat_model):
         RefusionLM(dataclasses.replace(chat_model, tokenizer=None))
 
 
+@pytest.mark.slow
 def test_other_objectives_decode_and_score_by_their_own_methods(chat_model):
     model = dataclasses.replace(chat_model, objective="autoregressive")
     lm = RefusionLM(model, gen_length=8)

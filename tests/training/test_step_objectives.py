@@ -109,7 +109,8 @@ def test_loss_and_gradient(objective, batch, mesh, start):
     assert int(state.step) == 1
 
 
-@pytest.mark.parametrize("objective", often("block_diffusion"))
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_held_out_nats(objective, batch, mesh, start):
     initial, shardings = start
     evaluate = make_eval_loss(MODULE, CONFIG, mesh, shardings, objective=objective)
