@@ -22,6 +22,7 @@ it has; they need a common file system for --output.
 import contextlib
 import importlib.metadata
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,8 @@ def _check_flags(args: flags.FlagValues) -> None:
     for name in ("log_samples", "sweep"):
         if args[name].value and not args.output:
             raise ConfigError(f"--{name} needs --output, the directory to write to.")
-    if args.limit is not None and (args.limit <= 0 or (args.limit > 1 and args.limit != int(args.limit))):
+    limit = args.limit
+    if limit is not None and not (0 < limit < 1 or (1 <= limit < math.inf and limit == int(limit))):
         raise ConfigError(f"--limit is {args.limit:g}; give a number of examples, or a share below 1.")
 
 
@@ -131,7 +133,7 @@ def _evaluate(args: flags.FlagValues, process: Process, signals: Signals) -> Non
     overrides = [{**decode_flags.settings(args), **point} for point in grid]
     with code_execution(args.allow_code_execution, Limits.lasting(args.code_seconds)):
         tasks = load_tasks(args.tasks, args.data)
-    check_tasks(tasks, args.allow_code_execution, overrides, args.eval_configs)
+    check_tasks(tasks, args.allow_code_execution, overrides, args.eval_configs, args.num_fewshot)
     model = decode_flags.load(args)
     method = decode_flags.method(args, model)
     results = []

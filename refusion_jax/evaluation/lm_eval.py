@@ -32,7 +32,14 @@ def main() -> None:
         if any(argument.removeprefix("--model=") == NAME for argument in sys.argv):
             is_allowed = "--confirm_run_unsafe_code" in sys.argv
             stack.enter_context(code_execution(is_allowed, DEFAULT_LIMITS, "--confirm_run_unsafe_code"))
-        cli_evaluate()
+        # As `command_line.run`: one line for bad input, a traceback for what is a fault.
+        try:
+            cli_evaluate()
+        except (ValueError, OSError) as error:
+            if not type(error).__module__.startswith("refusion_jax."):
+                raise
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

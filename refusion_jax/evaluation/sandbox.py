@@ -77,7 +77,12 @@ class Limits:
 
     @classmethod
     def lasting(cls, seconds: float) -> "Limits":
-        """The defaults, for programs that may run so long."""
+        """The defaults, for programs that may run so long.
+
+        Raises:
+          ConfigError: for a time that is none.
+        """
+        require(0 < seconds < math.inf, f"A program may run for {seconds!r} seconds; give a number above 0.")
         return cls(wall_seconds=seconds, cpu_seconds=max(1, math.ceil(seconds)))
 
 

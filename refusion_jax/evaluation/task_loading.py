@@ -86,7 +86,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_tasks(
-    tasks: Sequence[Any], allow_code: bool, overrides: Sequence[Mapping[str, Any]], use_eval_configs: bool
+    tasks: Sequence[Any],
+    allow_code: bool,
+    overrides: Sequence[Mapping[str, Any]],
+    use_eval_configs: bool,
+    num_fewshot: int | None = None,
 ) -> None:
     """Refuses, before a model is loaded, what would fail later.
 
@@ -95,9 +99,11 @@ def check_tasks(
       allow_code: whether generated code may be run.
       overrides: the decode settings that were set, of each evaluation.
       use_eval_configs: whether configs/eval says how its tasks are decoded.
+      num_fewshot: examples that prompts are to have; None for as many as a task says.
 
     Raises:
-      ConfigError: for a task that runs code which may not, or settings that do not go together.
+      ConfigError: for a task that runs code which may not, settings that do not go together, or more examples than a
+        task has.
     """
     for task in (leaf for top in tasks for leaf in (top.get_all_tasks() if isinstance(top, Group) else [top])):
         if getattr(task, "UNSAFE_CODE", False) and not allow_code:
@@ -105,3 +111,19 @@ def check_tasks(
         if task.OUTPUT_TYPE == "generate_until" and find_eval_config(task.task_name) is not None:
             for settings in overrides:
                 decode_config(task.task_name, DecodeConfig(), settings, {}, use_eval_configs)
+        _check_fewshot(task, num_fewshot)
+
+
+def _check_fewshot(task: Any, num_fewshot: int | None) -> None:
+    if not num_fewshot or task.get_config("num_fewshot") == 0:  # which the harness leaves at 0
+        return
+    found = task.fewshot_docs()
+    if found is None:
+        return
+    # A document is no example for itself.
+    shown_to_itself = task.fewshot_cfg.split in (task.config.test_split, task.config.validation_split)
+    if num_fewshot > len(found) - (task.fewshot_cfg.split is not None and shown_to_itself):
+        raise ConfigError(
+            f"The task {task.task_name} has {len(found)} examples to show, too few for --num_fewshot={num_fewshot}; "
+            "give fewer."
+        )

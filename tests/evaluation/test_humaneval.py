@@ -170,7 +170,7 @@ def test_other_refusals(data, ran, capsys):
     refused(capsys, "would replace .*samples.jsonl, which --samples reads", data, samples, f"--output={samples}")
     refused(capsys, "--data reads", data, samples, f"--output={data / 'HumanEval.jsonl'}")
     refused(capsys, "cannot be written to .*/no/out", data, samples, f"--output={data / 'no/out'}")
-    refused(capsys, "wall_seconds is 0.0", data, samples, "--timeout=0")
+    refused(capsys, "may run for 0.0 seconds; give", data, samples, "--timeout=0")
     (data / "HumanEval.jsonl.gz").write_bytes(b"no gzip")
     refused(capsys, "HumanEval.jsonl.gz cannot be read .Not a gzipped file", data, samples)
     assert ran == []

@@ -5,7 +5,6 @@ import sys
 import pytest
 from lm_eval.api.registry import get_model, model_registry
 
-from refusion_jax.config import ConfigError
 from refusion_jax.evaluation import code_tasks, lm_eval
 from refusion_jax.evaluation.metrics_library import import_evaluate
 
@@ -29,13 +28,15 @@ def test_the_harness_finds_the_model(command):
 
 
 @pytest.mark.parametrize("model", [("--model", "refusion_jax"), ("--model=refusion_jax",)])
-def test_what_the_model_writes_is_run_in_the_sandbox_or_not_at_all(command, monkeypatch, model):
+def test_what_the_model_writes_is_run_in_the_sandbox_or_not_at_all(command, monkeypatch, capsys, model):
     monkeypatch.setattr(code_tasks, "check_sandbox", lambda: None)
     found = []
     command(lambda: found.append(import_evaluate().load("code_eval")), *model, "--confirm_run_unsafe_code")
     assert isinstance(found[0], code_tasks._CodeEval)
-    with pytest.raises(ConfigError, match="give --confirm_run_unsafe_code to run it in a sandbox"):
+    with pytest.raises(SystemExit) as ended:
         command(lambda: import_evaluate().load("code_eval"), *model)
+    assert ended.value.code == 2
+    assert "give --confirm_run_unsafe_code to run it in a sandbox.\n" in capsys.readouterr().err
 
 
 def test_other_models_are_the_harnesss_business(command, monkeypatch):
@@ -49,3 +50,11 @@ def test_without_the_harness_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     with pytest.raises(SystemExit, match=r"is not installed; pip install 'refusion_jax\[eval\]' brings it"):
         lm_eval.main()
+
+
+def test_faults_keep_their_traceback(command):
+    def fault():
+        raise ValueError("a fault")
+
+    with pytest.raises(ValueError, match="a fault"):
+        command(fault)

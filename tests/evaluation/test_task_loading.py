@@ -68,6 +68,16 @@ def test_settings_are_checked_before_a_model_is_loaded(data):
     check_tasks(tasks, False, [{}, {"gen_length": 96}], False)
 
 
+def test_more_examples_than_there_are_are_refused(data):
+    tasks = load_tasks(["gsm8k", "gsm8k_cot"], str(data))
+    check_tasks(tasks, False, [{}], True, 3)
+    with pytest.raises(ConfigError, match=r"The task gsm8k has 3 examples to show, too few for --num_fewshot=4; give"):
+        check_tasks(tasks, False, [{}], True, 4)
+    check_tasks(tasks[1:], False, [{}], True, 8)
+    with pytest.raises(ConfigError, match=r"The task gsm8k_cot has 8 examples to show, too few for --num_fewshot=9"):
+        check_tasks(tasks[1:], False, [{}], True, 9)
+
+
 @pytest.mark.slow  # the harness has thousands of task files
 @pytest.mark.parametrize(
     "name, hint",
