@@ -117,6 +117,11 @@ def _check_flags(args: flags.FlagValues) -> None:
     for name in ("log_samples", "sweep"):
         if args[name].value and not args.output:
             raise ConfigError(f"--{name} needs --output, the directory to write to.")
+    if args.output == "":
+        raise ConfigError("--output is empty; name a directory, or leave it out.")
+    for name in ("fewshot_as_multiturn", "enable_thinking"):
+        if args[name].present and not args.apply_chat_template:
+            raise ConfigError(f"--{name} is for conversations; give --apply_chat_template, or leave it out.")
     limit = args.limit
     if limit is not None and not (0 < limit < 1 or (1 <= limit < math.inf and limit == int(limit))):
         raise ConfigError(f"--limit is {args.limit:g}; give a number of examples, or a share below 1.")
@@ -164,16 +169,19 @@ def _run(
 
     from refusion_jax.evaluation.harness import RefusionLM
     from refusion_jax.evaluation.journal import Journal
-    from refusion_jax.evaluation.results import print_results, write_results
+    from refusion_jax.evaluation.results import check_free, print_results, write_results
+    from refusion_jax.evaluation.task_loading import leaves
 
     with contextlib.ExitStack() as stack:
         journal = None
         if place is not None:
+            check_free(place)
             identity = _identity(args, method, overrides)
             journal = stack.enter_context(Journal(place, identity, process))
         lm = RefusionLM(
             model,
             args.batch_size,
+            name=args.checkpoint,
             seed=args.seed,
             slot_score=args.slot_score,
             allow_objective=args.allow_objective,
@@ -187,6 +195,9 @@ def _run(
             method=method,
             **overrides,
         )
+        for task in leaves(tasks):
+            if task.OUTPUT_TYPE == "generate_until":
+                lm.room(task.task_name, lm.decode_config(task.task_name, task.config.generation_kwargs))
         results = simple_evaluate(
             model=lm,
             model_args={"checkpoint": args.checkpoint},

@@ -16,10 +16,14 @@ from refusion_jax.evaluation.sandbox import Limits, check_sandbox
 METRIC = "code_eval"
 
 
-def code_not_allowed(task: str = "", flag: str = "--allow_code_execution") -> ConfigError:
+class CodeNotAllowed(ConfigError):
+    """A task runs code without being allowed to."""
+
+
+def code_not_allowed(task: str = "", flag: str = "--allow_code_execution") -> CodeNotAllowed:
     """What is raised for a task that runs code without being allowed to; `flag` allows it."""
     name = f"The task {task}" if task else "The task"
-    return ConfigError(
+    return CodeNotAllowed(
         f"{name} runs generated code, which is done on request alone; give {flag} to run it in a sandbox."
     )
 

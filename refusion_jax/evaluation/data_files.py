@@ -15,6 +15,8 @@ def find_file(folder: Path, data_set: str, names: Sequence[str]) -> Path:
     Raises:
       ConfigError: when there is none.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"--data {folder} is not a directory; name the one that has the files of {data_set}.")
     for place in (folder, folder / data_set):
         for name in names:
             if (place / name).is_file():

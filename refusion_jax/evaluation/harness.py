@@ -8,6 +8,7 @@ decoding did and cost is in the harness's results under config, refusion_jax.
 
 import dataclasses
 import importlib.metadata
+import inspect
 import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ class RefusionLM(TemplateLM):
 
     Args:
       checkpoint: what `load` takes, or a loaded `Model`.
+      name: what results call the checkpoint; by default as it was given.
       batch_size, seed, allow_objective: as of `generate`. max_batch_size, device: not used; the harness gives them.
       dtype, quantize, kv_dtype: as of `load`. data_parallel, tensor_parallel: as of decode.py.
       slot_score: one of `SLOT_SCORES`.
@@ -70,6 +72,7 @@ class RefusionLM(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
         *,
+        name: str = "",
         dtype: str | None = None,
         quantize: str | None = None,
         kv_dtype: str | None = None,
@@ -106,7 +109,7 @@ class RefusionLM(TemplateLM):
         method = choose_method(model.objective, method, allow_objective, model.block_lengths)
         self.model, self.tokenizer, self.overrides = model, model.tokenizer, overrides
         self.enable_thinking, self.eval_configs = enable_thinking, eval_configs
-        self._checkpoint = "" if isinstance(checkpoint, Model) else str(checkpoint)
+        self._checkpoint = name if name or isinstance(checkpoint, Model) else str(checkpoint)
         # A checkpoint that does not tell its objective is scored as it is decoded.
         scored = dataclasses.replace(model, objective=OBJECTIVE_OF[method.name])
         self._estimate = choose_estimate(scored, estimate)
@@ -127,6 +130,12 @@ class RefusionLM(TemplateLM):
         self._settings: dict[str, Any] = {}
         self._speed: dict[str, Any] = {}
         self._thinks = False
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
+        """As the harness's, but that a batch size among the model's arguments wins over that of its command."""
+        given = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls(**{**given, **arg_dict})
 
     # What the harness asks about the model.
 
@@ -233,15 +242,29 @@ class RefusionLM(TemplateLM):
         config = decode_config(task, default, self.overrides, asked, self.eval_configs)
         return config if self._runner.method.name == "refusion" else without_slots(config)
 
+    def room(self, task: str, config: DecodeConfig) -> int:
+        """The most tokens that a prompt may have.
+
+        Raises:
+          ConfigError: when it may have none.
+        """
+        room = self.max_length - config.rounded_length
+        if room < 1:
+            raise ConfigError(
+                f"Task {task}: gen_length {config.gen_length}, in whole slots {config.rounded_length} tokens, leaves "
+                f"none of the model's {self.max_length} positions for prompts; lower it."
+            )
+        return room
+
     def _generate(self, task: str, config: DecodeConfig, requests: Sequence[Instance]) -> list[Record]:
         name = find_eval_config(task) if self.eval_configs else None
         source = {"configs_eval": None if name is None else name[0], "overrides": dict(self.overrides)}
         self._settings[task] = {**to_dict(config), **source}
-        room = self.max_length - config.rounded_length
+        room = self.room(task, config)
         asks, seen = [], dict[str, int]()
         for request in requests:
             whole = self.tok_encode(request.args[0]) or [self.prefix_token_id]
-            prompt, cut = cut_prompt(whole, room, task)
+            prompt, cut = cut_prompt(whole, room)
             key = request_key("generate", task, to_dict(config), whole)
             seen[key] = seen.get(key, 0) + 1  # repeats of a prompt are requests of their own
             unknown = whole.count(self.tokenizer.unk_token_id)
@@ -305,7 +328,7 @@ class RefusionLM(TemplateLM):
             blocks = {"refusion": config.slot_size, "block_diffusion": self._runner.method.block_length}
             slot_size = blocks.get(self._runner.method.name)
             self._settings.setdefault(task, {"slot_size": slot_size})
-            asks = [self._ask(task, *pairs[place], slot_size) for place in places]
+            asks = [self._ask(*pairs[place], slot_size) for place in places]
 
             def cache(number: int, record: Record, places: list[int] = places) -> None:
                 if cached_as:
@@ -318,9 +341,9 @@ class RefusionLM(TemplateLM):
             self._speed[task] = scoring_speed(records, self._runner.process.count)
         return found
 
-    def _ask(self, task: str, context: list[int], continuation: list[int], slot_size: int | None) -> Ask:
+    def _ask(self, context: list[int], continuation: list[int], slot_size: int | None) -> Ask:
         response = continuation[-(self.max_length - 1) :]
-        prompt, cut = cut_prompt(context, self.max_length - len(response), task)
+        prompt, cut = cut_prompt(context, self.max_length - len(response))
         unknown = (context + continuation).count(self.tokenizer.unk_token_id)
         draws = [self._estimate, self._runner.num_draws, slot_size]
         key = request_key("score", draws, context, continuation)
@@ -348,7 +371,10 @@ def _split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         elif name in METHOD_SETTINGS:
             method[name] = _typed(method_kinds[name], value)
         else:
-            raise ConfigError(f"Unknown model argument {name!r}.{nearest(name, [*kinds, 'method', *METHOD_SETTINGS])}")
+            own = [parameter for parameter in inspect.signature(RefusionLM).parameters if parameter != "settings"]
+            raise ConfigError(
+                f"Unknown model argument {name!r}.{nearest(name, [*own, *kinds, 'method', *METHOD_SETTINGS])}"
+            )
     return decode, method
 
 

@@ -157,8 +157,20 @@ def _check_output(output: Path, inputs: Mapping[str, Path]) -> None:
     for flag, path in inputs.items():
         if output.resolve() == path.resolve():
             raise ConfigError(f"The results would replace {path}, which {flag} reads; name another file with --output.")
+    if output.is_file() and not _is_results(output):
+        raise ConfigError(f"{output} is there and holds no results of this command; name another file with --output.")
     if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"The results cannot be written to {output}; name a file in a writable directory, --output.")
+
+
+def _is_results(path: Path) -> bool:
+    """Whether a file is empty or begins with a line that `_write` has written."""
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        return not first or set(json.loads(first)) == {"task_id", "completion", "passed", "result"}
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _write(path: Path, results: Sequence[Mapping[str, Any]]) -> None:

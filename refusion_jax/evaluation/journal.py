@@ -40,6 +40,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], process: Process):
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"--output {directory} cannot be written: it is a file; name a directory.")
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

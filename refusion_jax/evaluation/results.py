@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from refusion_jax.config import ConfigError
+from refusion_jax.evaluation.journal import FILE_NAME
 from refusion_jax.files import replace_file
 
 RESULTS_NAME = "results.json"
@@ -18,6 +20,19 @@ def main_score(metrics: Mapping[str, Any]) -> tuple[str, float]:
         if name not in _NO_SCORES and "_stderr" not in name and isinstance(value, int | float):
             return name, float(value)
     return "", float("nan")
+
+
+def check_free(directory: Path) -> None:
+    """Refuses a directory whose results are not an evaluation's that can go on.
+
+    Raises:
+      ConfigError: then.
+    """
+    if (directory / RESULTS_NAME).exists() and not (directory / FILE_NAME).exists():
+        raise ConfigError(
+            f"--output {directory} has a {RESULTS_NAME}, but no {FILE_NAME} of the evaluation it is of; name another "
+            "directory."
+        )
 
 
 def write_results(directory: Path, results: Mapping[str, Any], samples: Mapping[str, Sequence[Any]] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from refusion_jax.api import Model, StreamRequest, generate_stream, prepare
-from refusion_jax.config import ConfigError, DecodeConfig
+from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding import Rules, Statistics
 from refusion_jax.decoding.batching import Bounds
 from refusion_jax.evaluation.journal import Journal
@@ -206,16 +206,7 @@ def _gather(process: Process, records: Mapping[int, Record]) -> dict[int, Record
     return {place: record for part in parts for place, record in part}
 
 
-def cut_prompt(prompt: list[int], room: int, task: str) -> tuple[list[int], int]:
-    """The end of a prompt that fits into `room` tokens, and how many tokens were cut off its beginning.
-
-    Raises:
-      ConfigError: when there is no room at all.
-    """
-    if room < 1:
-        raise ConfigError(
-            f"Task {task}: the response alone fills the model's positions and leaves {max(room, 0)} for prompts; ask "
-            "for a shorter response (gen_length)."
-        )
+def cut_prompt(prompt: list[int], room: int) -> tuple[list[int], int]:
+    """The end of a prompt that fits into `room` tokens, and how many tokens were cut off its beginning."""
     cut = max(len(prompt) - room, 0)
     return prompt[cut:], cut

@@ -21,13 +21,14 @@ def generation_speed(records: Sequence[Mapping[str, Any]], num_processes: int = 
 
     Returns:
       responses; tokens, forwards: of all together; mean_response_length in tokens; tokens_per_forward;
-      tokens_per_second: with seconds, of the process that took longest over all its starts, compile_seconds of them
-      compiling; latency_seconds: by percentile; finish_reasons; prompts_cut, prompt_tokens_cut: prompts that were
-      longer than the model takes and lost tokens at their beginning; prompts_with_unknown: with characters that the
-      tokenizer does not know.
+      tokens_per_second: without compiling; seconds: of the process that took longest over all its starts,
+      compile_seconds of them compiling; latency_seconds: by percentile; finish_reasons; prompts_cut,
+      prompt_tokens_cut: prompts that were longer than the model takes and lost tokens at their beginning;
+      prompts_with_unknown: with characters that the tokenizer does not know.
     """
     tokens, forwards = sum(r["tokens"] for r in records), sum(r["forwards"] for r in records)
     seconds, compiling = _spent(records, "elapsed"), _spent(records, "compiling")
+    running = _spent([{**r, "running": r["elapsed"] - r["compiling"]} for r in records], "running")
     latencies = np.percentile([r["latency"] for r in records], LATENCY_PERCENTILES)
     reasons = [r["finish_reason"] for r in records]
     return {
@@ -39,7 +40,7 @@ def generation_speed(records: Sequence[Mapping[str, Any]], num_processes: int = 
         "mean_response_length": tokens / len(records),
         "seconds": seconds,
         "compile_seconds": compiling,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens / max(running, 1e-9),
         "latency_seconds": {f"p{p}": float(value) for p, value in zip(LATENCY_PERCENTILES, latencies, strict=True)},
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         **_prompts(records),

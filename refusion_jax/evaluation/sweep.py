@@ -71,7 +71,7 @@ def report_sweep(grid: Sequence[Mapping[str, Any]], results: Sequence[Mapping[st
     except ImportError:
         print("No picture: matplotlib is not installed (pip install 'refusion_jax[plot]').")
         return
-    print(f"{output / 'sweep.json'}, {output / 'sweep.png'}: {len(grid)} points.")
+    print(f"{output / 'sweep.json'}, {output / 'sweep.png'}: {len(grid)} point{'s' if len(grid) > 1 else ''}.")
 
 
 def _rows(point: Mapping[str, Any], result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,12 +100,13 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
             (dots,) = axes.plot([r[measure] for r in of_task], [r["score"] for r in of_task], "o", label=task)
             best = [r for i, r in enumerate(of_task) if all(r["score"] > o["score"] for o in of_task[i + 1 :])]
             axes.plot([r[measure] for r in best], [r["score"] for r in best], color=dots.get_color())
-            for row in of_task:
+            for row in best:
                 text = " ".join(f"{value}" for value in row["point"].values())
-                axes.annotate(text, (row[measure], row["score"]), fontsize=6, xytext=(3, 3), textcoords="offset points")
-        axes.set(xlabel=label)
+                axes.annotate(text, (row[measure], row["score"]), fontsize=7, xytext=(4, 4), textcoords="offset points")
+        axes.set(xlabel=label, ylim=(0, None))
+        axes.margins(x=0.2, y=0.15)
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="score")
+    panels[0].set(ylabel=" / ".join(dict.fromkeys(row["metric"] for row in rows)))
     panels[0].legend()
-    figure.suptitle("points: " + " ".join(rows[0]["point"]), fontsize=9)
+    figure.suptitle("at the best points: " + " ".join(rows[0]["point"]), fontsize=9)
     figure.savefig(output, dpi=120)

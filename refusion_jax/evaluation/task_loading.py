@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from lm_eval.api.group import Group
 from lm_eval.tasks import TaskManager
 
 from refusion_jax.config import ConfigError, DecodeConfig
-from refusion_jax.evaluation.code_tasks import code_not_allowed
+from refusion_jax.evaluation.code_tasks import CodeNotAllowed, code_not_allowed
 from refusion_jax.evaluation.settings import decode_config, find_eval_config
 
 LOCAL_TASKS = Path(__file__).parent / "tasks"
@@ -63,6 +64,8 @@ def _load(manager: TaskManager, name: str, data: str | None) -> list[Any]:
     """The group of this name, or the task, or the tasks of the tag."""
     try:
         loaded = manager.load([name])
+    except CodeNotAllowed as error:
+        raise code_not_allowed(name) from error
     except ConfigError:
         raise
     except Exception as error:  # of whatever library reads or downloads
@@ -85,6 +88,11 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200].rstrip(".")
 
 
+def leaves(tasks: Sequence[Any]) -> list[Any]:
+    """The tasks themselves, those of groups included."""
+    return [leaf for top in tasks for leaf in (top.get_all_tasks() if isinstance(top, Group) else [top])]
+
+
 def check_tasks(
     tasks: Sequence[Any],
     allow_code: bool,
@@ -105,7 +113,7 @@ def check_tasks(
       ConfigError: for a task that runs code which may not, settings that do not go together, or more examples than a
         task has.
     """
-    for task in (leaf for top in tasks for leaf in (top.get_all_tasks() if isinstance(top, Group) else [top])):
+    for task in leaves(tasks):
         if getattr(task, "UNSAFE_CODE", False) and not allow_code:
             raise code_not_allowed(task.task_name)
         if task.OUTPUT_TYPE == "generate_until" and find_eval_config(task.task_name) is not None:
@@ -115,7 +123,10 @@ def check_tasks(
 
 
 def _check_fewshot(task: Any, num_fewshot: int | None) -> None:
-    if not num_fewshot or task.get_config("num_fewshot") == 0:  # which the harness leaves at 0
+    if not num_fewshot:
+        return
+    if task.get_config("num_fewshot") == 0:
+        print(f"The task {task.task_name} is one without examples; --num_fewshot does not count.", file=sys.stderr)
         return
     found = task.fewshot_docs()
     if found is None:

@@ -23,6 +23,8 @@ def run(chat_model, tmp_path, data, monkeypatch, capsys):
     """Runs the command on the local data: (exit status, stdout, stderr)."""
     monkeypatch.setattr(rf.api, "load", lambda path, **_: chat_model)
     monkeypatch.setattr(evaluate, "keep_freed_memory", lambda: None)
+    # A task that was loaded with leave keeps its metric.
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.humaneval.utils", raising=False)
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
@@ -89,6 +91,9 @@ def test_the_settings_of_the_checkpoint_instead(run, tmp_path, chat_model):
         (("--tasks=",), "--tasks is empty or has an empty name"),
         (("--tasks=gsm8k,",), "--tasks is empty or has an empty name"),
         (("--tasks=gsm8k", "--log_samples"), "--log_samples needs --output"),
+        (("--tasks=gsm8k", "--output="), "--output is empty; name a directory"),
+        (("--tasks=gsm8k", "--noenable_thinking"), "--enable_thinking is for conversations; give --apply_chat"),
+        (("--tasks=gsm8k",), "Task gsm8k: gen_length 512, in whole slots 512 tokens, leaves none of the model's 256"),
         (("--tasks=gsm8k", "--sweep=slot_size=8"), "--sweep needs --output"),
         (("--tasks=gsm8k", "--limit=0"), "--limit is 0; give a number of examples"),
         (("--tasks=gsm8k", "--limit=2.5"), "--limit is 2.5; give a number"),
@@ -99,7 +104,10 @@ def test_the_settings_of_the_checkpoint_instead(run, tmp_path, chat_model):
         (("--tasks=gsm8k", "--gen_length=96"), "Task gsm8k: decode.gen_length 96 is 3 slots of 32"),
         (("--tasks=gsm8k", "--method=llada"), "--method is 'llada', but the checkpoint was trained with"),
         (("--tasks=gsm8k", "--estimate=exact"), "estimate"),
-        (("--tasks=humaneval",), "runs generated code, which is done on request alone; give --allow_code_execution"),
+        (
+            ("--tasks=humaneval",),
+            "The task humaneval runs generated code, which is done on request alone; give --allow_code_execution",
+        ),
         (("--tasks=gsm8k", "--taks=x"), "Unknown flag '--taks'"),
     ],
 )

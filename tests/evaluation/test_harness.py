@@ -177,7 +177,7 @@ def test_long_prompts_lose_their_beginning_and_are_counted(chat_model, plain):
 
 def test_a_response_that_leaves_no_room_is_refused(chat_model):
     lm = RefusionLM(chat_model, gen_length=256)
-    with pytest.raises(ConfigError, match=r"Task made_up: the response alone fills the model's positions"):
+    with pytest.raises(ConfigError, match=r"Task made_up: gen_length 256, in whole slots 256 tokens, leaves none of"):
         lm.generate_until(generation())
 
 
@@ -325,6 +325,14 @@ def test_evaluations_of_conversations(plain, chat_model):
 def test_wrong_arguments_are_refused(chat_model, arguments, message):
     with pytest.raises(ConfigError, match=message):
         RefusionLM(**{"checkpoint": chat_model, **arguments})
+
+
+def test_a_batch_size_among_the_models_arguments_wins(chat_model):
+    lm = RefusionLM.create_from_arg_obj({"checkpoint": chat_model, "batch_size": 3}, {"batch_size": 1, "device": None})
+    assert lm._runner.batch_size == 3
+    assert (
+        RefusionLM.create_from_arg_obj({"checkpoint": chat_model}, {"batch_size": "auto"})._runner.batch_size == "auto"
+    )
 
 
 def test_a_model_without_tokenizer_is_refused(chat_model):

@@ -162,13 +162,15 @@ def test_other_refusals(data, ran, capsys):
     assert "--allow_code_execution is missing" in capsys.readouterr().err
     refused(
         capsys,
-        "No HumanEval.jsonl.gz or HumanEval.jsonl in .*nowhere or .*nowhere/humaneval; put",
+        "--data .*nowhere is not a directory; name the one",
         data / "nowhere",
         samples,
     )
     refused(capsys, "missing.jsonl cannot be read .No such file", data, data / "missing.jsonl")
     refused(capsys, "would replace .*samples.jsonl, which --samples reads", data, samples, f"--output={samples}")
     refused(capsys, "--data reads", data, samples, f"--output={data / 'HumanEval.jsonl'}")
+    (data / "mine.jsonl").write_text('{"task_id": "T/0", "completion": ""}\n')
+    refused(capsys, "mine.jsonl is there and holds no results", data, samples, f"--output={data / 'mine.jsonl'}")
     refused(capsys, "cannot be written to .*/no/out", data, samples, f"--output={data / 'no/out'}")
     refused(capsys, "may run for 0.0 seconds; give", data, samples, "--timeout=0")
     (data / "HumanEval.jsonl.gz").write_bytes(b"no gzip")

@@ -53,6 +53,8 @@ def test_another_evaluation_is_refused(tmp_path):
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--output .*file cannot be written: it is a file; name a directory"):
+        journal(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"--output .*file.* cannot be written"):
         journal(tmp_path / "file" / "below")
 

@@ -48,7 +48,10 @@ def test_several_tasks(data):
 def test_code_tasks_need_leave(data, monkeypatch):
     # It may have been loaded with leave, for another test.
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.humaneval.utils", raising=False)
-    with code_execution(False, Limits()), pytest.raises(ConfigError, match=r"runs generated code, .* --allow_code_"):
+    with (
+        code_execution(False, Limits()),
+        pytest.raises(ConfigError, match=r"The task humaneval runs generated code, .* --allow_"),
+    ):
         load_tasks(["humaneval"], str(data))
 
 
@@ -108,6 +111,10 @@ def test_files_may_lie_in_the_folder_itself_or_in_that_of_their_name(data):
 
 
 def test_data_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"--data .*none is not a directory; name the one that has the files of gsm8k"
+    ):
+        read_data_set(tmp_path / "none", "gsm8k")
     with pytest.raises(ConfigError, match=r"No train.jsonl or train.jsonl.gz in .*; put the file of gsm8k there"):
         read_data_set(tmp_path, "gsm8k")
     (tmp_path / "train.jsonl").write_text("\n")

@@ -55,7 +55,8 @@ class LocalTask(ConfigurableTask):
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Reads the folder."""
         if not self._folder:
-            raise ConfigError(f"The task {self.config.task} reads a local folder; say which, with --data=DIR.")
+            raise ConfigError(f"The task {self.config.task} reads a local folder; say which, with --data=DIR, or "
+                              "--metadata data=DIR of lm_eval.")  # fmt: skip
         self.dataset = read_data_set(Path(self._folder), self._data_set)
 
 
