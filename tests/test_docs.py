@@ -14,6 +14,7 @@ def code_blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_rules_page(tiny_run):
     blocks = code_blocks("rules.md")

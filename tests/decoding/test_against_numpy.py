@@ -236,7 +236,7 @@ def test_random_models(name):
     assert holes, "no EOS was overtaken by an earlier one"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["one_layer", *(pytest.param(n, marks=pytest.mark.slow) for n in [*MODELS][1:])])
 def test_random_templates(name):
     config, compared = MODELS[name], []
     for seed in range(5):

@@ -209,7 +209,7 @@ def test_drawn_tokens():
 # ---- with a cache --------------------------------------------------------------------------------------------------
 
 CACHED = [(name, cache) for name in ("llada", "dream") for cache in ("prefix", "dual")]
-OFTEN = {("llada", "prefix"), ("dream", "dual")}  # the others are compiled with the slow tests
+OFTEN = {("llada", "prefix")}  # the others are compiled with the slow tests
 
 
 def cached(*more):
@@ -234,7 +234,10 @@ def test_drawn_tokens_with_a_cache():
 
 @pytest.mark.parametrize(
     ("name", "cache", "way"),
-    [*cached({"block_length": 3, "threshold": 1e-6}), ("dream", "dual", {"block_length": 1})],
+    [
+        *cached({"block_length": 3, "threshold": 1e-6}),
+        pytest.param("dream", "dual", {"block_length": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_of_one_forward_are_exact(name, cache, way):
     _, rows = requests(Method(name, **way))

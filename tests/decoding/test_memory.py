@@ -85,6 +85,7 @@ def test_the_case_is_one_where_the_buffer_dominates():
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in others) < KV / 100
 
 
+@pytest.mark.slow
 def test_the_loop_holds_one_buffer():
     params, request, state = abstract_arguments()
     limit = jax.ShapeDtypeStruct((), jnp.int32)
@@ -107,6 +108,7 @@ def test_ending_a_row_holds_one_buffer():
     assert analysis.temp_size_in_bytes < KV / 100
 
 
+@pytest.mark.slow
 def test_the_buffers_of_a_decode_are_handed_on():
     """At run time as well: what went in is deleted, and the buffer stays where it is."""
     config = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8)

@@ -243,6 +243,7 @@ def test_a_run_that_diverges_ends_with_its_checkpoints_as_they_were(tiny_config,
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(rf.load(workdir).params))
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_step_under_way(tiny_config, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "run"
     config = short(tiny_config, checkpoint={"save_every": 100})
