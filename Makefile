@@ -64,5 +64,5 @@ $(TPU_VENV)/installed: $(INSTALL_INPUTS)
 	touch $@
 
 $(VENV)/installed-parity: $(VENV)/installed-test
-	$(BIN)/pip install --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.0' -c constraints.txt
+	$(BIN)/pip install --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.0' accelerate -c constraints.txt
 	touch $@

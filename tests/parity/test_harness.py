@@ -11,8 +11,8 @@ pytestmark = pytest.mark.parity
 
 
 def test_likelihoods_of_an_autoregressive_model(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    for library in ("torch", "transformers", "accelerate"):
+        pytest.importorskip(library)
     directory = write_checkpoint(tmp_path / "checkpoint")
     theirs = hugging_face_scores(directory)
     model = RefusionLM(str(directory), method="autoregressive", allow_objective="unknown")
