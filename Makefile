@@ -24,15 +24,15 @@ test-slow: $(VENV)/installed-test
 
 # Against PyTorch and transformers, which nothing else needs.
 test-parity: $(VENV)/installed-parity
-	$(BIN)/python -m pytest -m parity
+	$(BIN)/python -m pytest -n auto --dist loadfile -m parity tests/parity
 
 # With the compiler of real TPUs, of which there need be none.
 test-tpu-compile: $(TPU_VENV)/installed
-	$(TPU_VENV)/bin/python -m pytest -n auto -m "tpu_compile and not slow"
+	$(TPU_VENV)/bin/python -m pytest -n auto -m "tpu_compile and not slow" tests/compilation
 
 # Every preset at its full depth: an hour or two.
 compile-all: $(TPU_VENV)/installed
-	$(TPU_VENV)/bin/python -m pytest -m "tpu_compile and slow" -s
+	$(TPU_VENV)/bin/python -m pytest -m "tpu_compile and slow" -s tests/compilation
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
