@@ -27,10 +27,10 @@ Only the command-line modules import absl and ml_collections.
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
-import importlib.util
 import os
 import re
 import signal
@@ -44,8 +44,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from refusion_jax.config import Config, ConfigError, from_dict, nearest, to_dict
+from refusion_jax.config_files import find_config_files, run_config_file
 
-_PACKAGE = Path(__file__).parent
 _OVERRIDE = re.compile(r"--?(no)?config\.([^=]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str], flag_values: flags.FlagValues, required: Ite
         if optional and not values.config and not overrides:
             return values
         if not values.config:
-            raise ConfigError(f"--config is missing: give a preset ({', '.join(_presets())}) or a file.")
+            raise ConfigError(f"--config is missing: give a preset ({', '.join(find_config_files())}) or a file.")
         values["config"].value = freeze(_override(_load(find_config(values.config)), overrides))
     return values
 
@@ -137,10 +137,8 @@ def run(
 ) -> None:
     """Parses `arguments` (by default the process's) and calls `main` with the parsed flags.
 
-    Bad input ends the process with status 2 and one line on stderr. Bad input is a ValueError or OSError of a class
-    that this package defines (`ConfigError`, `DataError`, ...), by which it is told from a programming error: that one
-    keeps its traceback. A reader of stdout that is gone ends the process quietly. `--help` prints the documentation of
-    `main`'s module, the flags and the fields.
+    Bad input ends the process as `ending_at_bad_input` says. A reader of stdout that is gone ends the process quietly.
+    `--help` prints the documentation of `main`'s module, the flags and the fields.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # Libraries read absl flags of their own; they get their defaults.
@@ -149,9 +147,10 @@ def run(
         print(_usage(main, flag_values))
         return
     try:
-        main(parse(arguments, flag_values, required))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        with ending_at_bad_input():
+            main(parse(arguments, flag_values, required))
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)
@@ -159,6 +158,17 @@ def run(
         # As SIGPIPE would; what is buffered must not be tried once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+
+
+@contextlib.contextmanager
+def ending_at_bad_input() -> Iterator[None]:
+    """Ends the process with status 2 and one line on stderr when the block meets bad input.
+
+    Bad input is a ValueError or OSError of a class that this package defines (`ConfigError`, `DataError`, ...), by
+    which it is told from a programming error: that one keeps its traceback.
+    """
+    try:
+        yield
     except (ValueError, OSError) as error:
         if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
             raise
@@ -172,7 +182,7 @@ def find_config(name: str) -> Path:
     Raises:
       ConfigError: when there is none, naming the nearest.
     """
-    presets = _presets()
+    presets = find_config_files()
     if "/" not in name and not name.endswith(".py"):
         if name not in presets:
             raise ConfigError(f"Unknown preset {name!r}.{nearest(name, presets)}")
@@ -184,18 +194,8 @@ def find_config(name: str) -> Path:
     return path
 
 
-def _presets() -> dict[str, Path]:
-    # A wheel carries the presets inside the package; a checkout, also one installed editable, has them beside it.
-    installed = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
-    # Later folders win: a preset of the working directory hides the installed one of the same name.
-    return {path.stem: path for folder in (installed, Path("configs")) for path in sorted(folder.glob("*.py"))}
-
-
 def _load(path: Path) -> ConfigDict:
-    spec = importlib.util.spec_from_file_location(f"refusion_jax_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = run_config_file(path)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"{path} has no get_config(); define one that returns config_dict(Config(...)).")
     config = module.get_config()
@@ -284,7 +284,12 @@ def _usage(main: Callable[..., Any], flag_values: flags.FlagValues) -> str:
     lines = [(sys.modules[main.__module__].__doc__ or "").strip(), "", "Flags:"]
     lines += [f"  --{name}: {flag_values[name].help}" for name in flag_values]
     if "config" in flag_values and flag_values["config"].default is None:
-        lines += ["", f"Presets: {', '.join(_presets())}", "", "Fields, with their defaults where no preset sets them:"]
+        lines += [
+            "",
+            f"Presets: {', '.join(find_config_files())}",
+            "",
+            "Fields, with their defaults where no preset sets them:",
+        ]
         for name, _ in _leaves(Config):
             section, _, field = name.partition(".")
             value = getattr(getattr(Config(), section), field)

@@ -84,8 +84,8 @@ def _define_devices(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "data_parallel",
         1,
-        "Devices that responses are split over, each with the whole model: of this process, or with --compile_for of "
-        "the topology; -1 for the rest.",
+        "Devices that responses are split over, each with the whole model: of this process, or of the topology that is "
+        "compiled for; -1 for the rest.",
         lower_bound=-1,
         flag_values=flag_values,
     )

@@ -34,6 +34,7 @@ from refusion_jax import accelerators, command_line, decode_flags
 from refusion_jax.api import Model
 from refusion_jax.checkpoint_identity import checkpoint_identity
 from refusion_jax.config import ConfigError
+from refusion_jax.evaluation.sandbox import Limits
 from refusion_jax.host_memory import keep_freed_memory
 from refusion_jax.likelihood import ESTIMATES
 from refusion_jax.methods import Method
@@ -76,7 +77,7 @@ flags.DEFINE_bool(
 flags.DEFINE_bool("log_samples", False, "Write every prompt, answer and score; needs --output.", flag_values=FLAGS)
 flags.DEFINE_bool("allow_code_execution", False, "Run generated code, in a sandbox.", flag_values=FLAGS)
 flags.DEFINE_float(
-    "code_seconds", 10.0, "Longest that a generated program may run.", lower_bound=0.1, flag_values=FLAGS
+    "code_seconds", Limits.wall_seconds, "Longest that a generated program may run.", lower_bound=0.1, flag_values=FLAGS
 )
 flags.DEFINE_string(
     "sweep",
@@ -130,7 +131,6 @@ def _check_flags(args: flags.FlagValues) -> None:
 def _evaluate(args: flags.FlagValues, process: Process, signals: Signals) -> None:
     # The harness takes seconds to import.
     from refusion_jax.evaluation.code_tasks import code_execution
-    from refusion_jax.evaluation.sandbox import Limits
     from refusion_jax.evaluation.sweep import points, report_sweep
     from refusion_jax.evaluation.task_loading import check_tasks, load_tasks
 

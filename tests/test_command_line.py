@@ -184,7 +184,7 @@ def test_installed_presets_are_found_anywhere_and_hidden_by_local_ones(tmp_path,
     package = tmp_path / "site-packages" / "refusion_jax"
     (package / "configs").mkdir(parents=True)
     (package / "configs" / "demo.py").touch()
-    monkeypatch.setattr(command_line, "_PACKAGE", package)
+    monkeypatch.setattr(config_files, "_PACKAGE", package)
     assert command_line.find_config("demo") == package / "configs" / "demo.py"
 
     Path("configs", "demo.py").touch()

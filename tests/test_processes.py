@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from absl import flags
+from free_address import free_address
 
 from refusion_jax import processes
 from refusion_jax.config import ConfigError
@@ -105,9 +105,7 @@ FAILING = textwrap.dedent(
     ("culprit", "error", "status"), [(0, "ConfigError", 2), (1, "ConfigError", 2), (1, "RuntimeError", 1)]
 )
 def test_all_end_with_the_error_of_the_one_that_failed(culprit, error, status):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     script = FAILING.replace("CULPRIT", str(culprit)).replace("ERROR", error)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", script]

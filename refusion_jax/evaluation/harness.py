@@ -26,6 +26,7 @@ from refusion_jax.data import DataError
 from refusion_jax.data.chat import CHATML_TEMPLATE, check_messages
 from refusion_jax.decoding import Rules
 from refusion_jax.decoding.rules import SLOT_SCORES
+from refusion_jax.evaluation import NAME
 from refusion_jax.evaluation.journal import Journal, request_key
 from refusion_jax.evaluation.runner import Ask, Record, Runner, cut_prompt
 from refusion_jax.evaluation.settings import decode_config, find_eval_config
@@ -38,7 +39,6 @@ from refusion_jax.sharding import decoding_mesh
 # The harness would fork this process to estimate errors by bootstrap, which may hang: JAX has threads.
 os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
-NAME = "refusion_jax"
 THINK_END = "</think>"
 
 
@@ -57,8 +57,8 @@ class RefusionLM(TemplateLM):
         "</think>" counts.
       eval_configs: whether configs/eval says how its tasks are decoded.
       journal, process, signals: as of `Runner`.
-      settings: fields of `DecodeConfig`, which win over those of configs/eval; and of `Method`, whose name, or a
-        whole `Method`, is "method".
+      method: as of `generate`, or its name, by default as the checkpoint was trained for.
+      settings: fields of `DecodeConfig`, which win over those of configs/eval; and of `Method`.
 
     Raises:
       ConfigError: for a setting that does not exist or cannot be used, or a model without a tokenizer.
@@ -88,6 +88,7 @@ class RefusionLM(TemplateLM):
         journal: Journal | None = None,
         process: Process = ALONE,
         signals: Signals | None = None,
+        method: str | Method | None = None,
         **settings: Any,
     ):
         super().__init__()
@@ -103,9 +104,10 @@ class RefusionLM(TemplateLM):
             model = load(checkpoint, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, mesh=mesh)
         if model.tokenizer is None:
             raise ConfigError("The model has no tokenizer, and the harness's prompts are texts; add one to it.")
-        method = None
-        if of_method:
-            method = Method(**{"name": methods_of(model.objective)[0], **of_method})
+        if isinstance(method, Method):
+            method = dataclasses.replace(method, **of_method)
+        elif method is not None or of_method:
+            method = Method(methods_of(model.objective)[0] if method is None else method, **of_method)
         method = choose_method(model.objective, method, allow_objective, model.block_lengths)
         self.model, self.tokenizer, self.overrides = model, model.tokenizer, overrides
         self.enable_thinking, self.eval_configs = enable_thinking, eval_configs
@@ -366,15 +368,11 @@ def _split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     for name, value in settings.items():
         if name in kinds:
             decode[name] = _typed(kinds[name], value)
-        elif name == "method":
-            method |= dataclasses.asdict(value) if isinstance(value, Method) else {"name": value}
         elif name in METHOD_SETTINGS:
             method[name] = _typed(method_kinds[name], value)
         else:
             own = [parameter for parameter in inspect.signature(RefusionLM).parameters if parameter != "settings"]
-            raise ConfigError(
-                f"Unknown model argument {name!r}.{nearest(name, [*own, *kinds, 'method', *METHOD_SETTINGS])}"
-            )
+            raise ConfigError(f"Unknown model argument {name!r}.{nearest(name, [*own, *kinds, *METHOD_SETTINGS])}")
     return decode, method
 
 

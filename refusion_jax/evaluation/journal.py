@@ -50,14 +50,15 @@ class Journal:
         own = answers.part_path(path, process.id) if process.id else path
         self._answers = answers.Answers(own, identity)
         self.records: dict[str, dict[str, Any]] = {}
-        for other in dict.fromkeys((path, own, *answers.find_parts(path))):
-            self._read(other, answers.read_answers(other, identity, "--output").total_size)
+        self._read(own, self._answers.index)
+        for other in {path, *answers.find_parts(path)} - {own}:
+            self._read(other, answers.read_answers(other, identity, "--output"))
 
-    def _read(self, path: Path, size: int) -> None:
-        if not size:
+    def _read(self, path: Path, index: answers.Index) -> None:
+        if not index:
             return
         with path.open("rb") as file:
-            for line in file.read(size).splitlines():  # another process may have written more since
+            for line in file.read(index.total_size).splitlines():  # another process may have written more since
                 record = json.loads(line)
                 self.records[record.pop("key")] = record
 

@@ -11,7 +11,8 @@ run in the sandbox, where the harness's --confirm_run_unsafe_code allows it.
 import contextlib
 import sys
 
-NAME = "refusion_jax"
+from refusion_jax.command_line import ending_at_bad_input
+from refusion_jax.evaluation import NAME
 
 
 def main() -> None:
@@ -28,18 +29,11 @@ def main() -> None:
     # By name: importing it takes seconds, and --help needs none of it.
     if NAME not in model_registry:
         model_registry.register(NAME, target="refusion_jax.evaluation.harness:RefusionLM")
-    with contextlib.ExitStack() as stack:
+    with ending_at_bad_input(), contextlib.ExitStack() as stack:
         if any(argument.removeprefix("--model=") == NAME for argument in sys.argv):
             is_allowed = "--confirm_run_unsafe_code" in sys.argv
             stack.enter_context(code_execution(is_allowed, DEFAULT_LIMITS, "--confirm_run_unsafe_code"))
-        # As `command_line.run`: one line for bad input, a traceback for what is a fault.
-        try:
-            cli_evaluate()
-        except (ValueError, OSError) as error:
-            if not type(error).__module__.startswith("refusion_jax."):
-                raise
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(2)
+        cli_evaluate()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.config import ConfigError
+from refusion_jax.evaluation import NAME
 from refusion_jax.evaluation.journal import FILE_NAME
 from refusion_jax.files import replace_file
 
@@ -62,7 +63,7 @@ def print_results(results: Mapping[str, Any]) -> None:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    for task, speed in results["config"]["refusion_jax"]["speed"].items():
+    for task, speed in results["config"][NAME]["speed"].items():
         print(f"{task}: {_generated(speed) if 'responses' in speed else _scored(speed)}")
         _warn(task, speed)
 

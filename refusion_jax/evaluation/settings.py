@@ -3,15 +3,13 @@
 import dataclasses
 import fnmatch
 import functools
-import importlib.util
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from refusion_jax.config import ConfigError, DecodeConfig, require, require_types, setting
-
-_PACKAGE = Path(__file__).parent.parent
+from refusion_jax.config_files import find_config_files, run_config_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +31,11 @@ def eval_configs() -> Mapping[str, EvalConfig]:
     Raises:
       ConfigError: for a file that returns none.
     """
-    # As presets: a wheel carries them inside the package, a checkout beside it, and the working directory's win.
-    installed = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
-    folders = (installed / "eval", Path("configs", "eval"))
-    files = {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))}
-    return {name: _read(path) for name, path in files.items()}
+    return {name: _read(path) for name, path in find_config_files("eval").items()}
 
 
 def _read(path: Path) -> EvalConfig:
-    spec = importlib.util.spec_from_file_location(f"refusion_jax_eval_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = run_config_file(path)
     config = module.get_config() if hasattr(module, "get_config") else None
     if not isinstance(config, EvalConfig):
         raise ConfigError(f"{path} has no get_config() that returns an EvalConfig; see configs/eval of the package.")

@@ -13,8 +13,7 @@ def generation_speed(records: Sequence[Mapping[str, Any]], num_processes: int = 
 
     Args:
       records: one per answer, in order: "tokens", "forwards", "latency" in seconds from when a row took the prompt,
-        without compiling,
-        "prompt_tokens", "cut_tokens", "unknown_tokens", "finish_reason"; and "process", "started", "elapsed" and
+        without compiling, "cut_tokens", "unknown_tokens", "finish_reason"; and "process", "started", "elapsed" and
         "compiling": the process that computed it, when that had begun with the task, and the seconds it had taken so
         far, of which those compiling.
       num_processes: how many shared the work.

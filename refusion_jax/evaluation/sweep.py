@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.config import ConfigError, DecodeConfig, nearest
+from refusion_jax.evaluation import NAME
 from refusion_jax.evaluation.results import main_score
 from refusion_jax.files import write_json
 
@@ -76,7 +77,7 @@ def report_sweep(grid: Sequence[Mapping[str, Any]], results: Sequence[Mapping[st
 
 def _rows(point: Mapping[str, Any], result: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for task, speed in result["config"]["refusion_jax"]["speed"].items():
+    for task, speed in result["config"][NAME]["speed"].items():
         if "tokens_per_forward" in speed:
             metric, score = main_score(result["results"][task])
             figures = {name: speed[name] for name in ("tokens_per_forward", "tokens_per_second")}

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from refusion_jax.evaluation import sandbox
+
 QUESTIONS = [("What is 1+1?", "1+1=2\n#### 2"), ("What is 2+2?", "2+2=4\n#### 4"), ("What is 3+3?", "#### 6")]
 PROBLEMS = [("add", "return a + b", "assert f(1, 2) == 3"), ("twice", "return 2 * a", "assert f(2, 0) == 4")]
 
@@ -29,3 +31,12 @@ def data(tmp_path_factory):
             }
             file.write(json.dumps(problem) + "\n")
     return folder
+
+
+@pytest.fixture
+def isolation():
+    """Skips where programs cannot be isolated."""
+    try:
+        sandbox.check_sandbox()
+    except sandbox.SandboxError as error:
+        pytest.skip(str(error))

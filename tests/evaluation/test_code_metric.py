@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from refusion_jax.config import ConfigError
-from refusion_jax.evaluation import code_metric, sandbox
+from refusion_jax.evaluation import code_metric
 from refusion_jax.evaluation.sandbox import Outcome
 
 
@@ -64,11 +64,7 @@ def test_refusals(ran, references, predictions, k, message):
     assert ran == []
 
 
-def test_programs_really_run():
-    try:
-        sandbox.check_sandbox()
-    except sandbox.SandboxError as error:
-        pytest.skip(str(error))
+def test_programs_really_run(isolation):
     right, wrong = "def f(x):\n    return x + 1", "def f(x):\n    return x"
     scores, results = code_metric.code_eval(["assert f(1) == 2, 'no'"], [[right, wrong]])
     assert scores == {"pass@1": 0.5}

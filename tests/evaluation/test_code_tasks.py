@@ -8,7 +8,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from refusion_jax.config import ConfigError
-from refusion_jax.evaluation import code_tasks, sandbox
+from refusion_jax.evaluation import code_tasks
 from refusion_jax.evaluation.code_tasks import code_execution
 from refusion_jax.evaluation.harness import RefusionLM
 from refusion_jax.evaluation.metrics_library import import_evaluate
@@ -54,11 +54,7 @@ class Canonical(RefusionLM):
         return [self._answers[request.doc["task_id"]] for request in requests]
 
 
-def test_answers_are_run_and_scored(chat_model, data):
-    try:
-        sandbox.check_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
+def test_answers_are_run_and_scored(isolation, chat_model, data):
     with code_execution(True, Limits()):
         tasks = load_tasks(["humaneval"], str(data))
     answers = {"HumanEval/0": "    return a + b\n", "HumanEval/1": "    import os; os._exit(0)\n"}

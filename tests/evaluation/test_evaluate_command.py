@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_address import free_address
 
 import refusion_jax as rf
 from refusion_jax import command_line, evaluate
@@ -123,12 +123,6 @@ def test_without_the_harness_it_says_how_to_get_it(run, monkeypatch):
     assert (status, "lm_eval is not installed; pip install 'refusion_jax[eval]' brings it." in err) == (2, True)
 
 
-def _free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_several_processes_find_what_one_finds(tiny_run, data, tmp_path):
     base = [sys.executable, "evaluate.py", f"--checkpoint={tiny_run}", "--tasks=gsm8k", f"--data={data}", *SHORT]
@@ -136,7 +130,7 @@ def test_several_processes_find_what_one_finds(tiny_run, data, tmp_path):
     alone = subprocess.run([*base, f"--output={tmp_path / 'one'}", "--log_samples"], cwd=ROOT, env=environment,
                            capture_output=True, text=True)  # fmt: skip
     assert alone.returncode == 0, alone.stderr
-    together = [f"--output={tmp_path / 'two'}", "--log_samples", f"--coordinator_address=127.0.0.1:{_free_port()}"]
+    together = [f"--output={tmp_path / 'two'}", "--log_samples", f"--coordinator_address={free_address()}"]
     processes = [
         subprocess.Popen([*base, *together, "--num_processes=2", f"--process_id={number}"], cwd=ROOT, env=environment,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

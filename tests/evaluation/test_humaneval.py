@@ -179,13 +179,9 @@ def test_other_refusals(data, ran, capsys):
 
 
 @pytest.fixture
-def real_problems():
+def real_problems(isolation):
     if not HUMANEVAL.exists():
         pytest.skip("shared/data/humaneval is not here")
-    try:
-        sandbox.check_sandbox()
-    except sandbox.SandboxError as error:
-        pytest.skip(str(error))
     with gzip.open(HUMANEVAL / "HumanEval.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
 

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tracemalloc
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from free_address import free_address
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax.config import MeshConfig, ModelConfig
@@ -401,9 +401,7 @@ def test_each_device_gets_its_share(tmp_path):
 @pytest.mark.slow
 def test_two_processes_read_together(tmp_path):
     tensors = write_checkpoint(tmp_path, LARGE, "qwen3", shards=2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     for found in results([start(tmp_path, 4, "1000", f"{address}/{index}") for index in range(2)]):
         assert_split(found, tensors)
 

@@ -6,7 +6,6 @@ Processes are real, devices simulated; what goes between processes goes over loo
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from free_address import free_address
 
 import refusion_jax as rf
 from refusion_jax.training.metrics import read_metrics
@@ -61,9 +61,7 @@ class Job:
         given = SETTINGS | {name.replace("__", "."): value for name, value in settings.items()}
         command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT / 'configs' / 'demo.py'}"]
         command += [f"--workdir={workdir}", *(f"--config.{name}={value}" for name, value in given.items())]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = free_address()
         joined = [f"--num_processes={processes}", f"--coordinator_address={address}"] if processes > 1 else []
         self.processes = [
             subprocess.Popen(
