@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict
 
-from refusion_jax import command_line, config
+from refusion_jax import command_line, config, config_files
 from refusion_jax.config import Config, ConfigError, DataConfig, OptimizerConfig, SlotsConfig
 from refusion_jax.modeling import Transformer
 
