@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from free_address import free_address
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax.config import MeshConfig, ModelConfig
@@ -401,6 +400,8 @@ def test_each_device_gets_its_share(tmp_path):
 @pytest.mark.slow
 def test_two_processes_read_together(tmp_path):
     tensors = write_checkpoint(tmp_path, LARGE, "qwen3", shards=2)
+    from free_address import free_address  # not where this file is a script
+
     address = free_address()
     for found in results([start(tmp_path, 4, "1000", f"{address}/{index}") for index in range(2)]):
         assert_split(found, tensors)
